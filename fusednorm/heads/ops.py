@@ -47,7 +47,7 @@ from ..ops import define_of_list
 from ..settings import invariance
 from .call import HeadCall, described, in_place, packed_in_place, parts_of, symbol
 from .problem import Heads, Packing, Settings, validate
-from .reference import backward_formula, forward_formula, packed_backward_formula
+from .reference import backward_formula, forward_formula
 
 FORWARD, BACKWARD, PACKED = "head_norm_fwd", "head_norm_bwd", "head_norm_bwd_packed"
 _OPERANDS = "Tensor?[] weights, Tensor?[] biases, Tensor? cos, Tensor? sin, float? eps"
@@ -185,10 +185,10 @@ class Call:
         self.check()
         if self.op == FORWARD:
             return forward_formula(self.heads)
-        grads = self.with_zeros().grads
         if self.packed is None:
-            return backward_formula(self.heads, grads, self.mask)
-        return packed_backward_formula(self.heads, self.packing, grads, self.mask)
+            return backward_formula(self.heads, self.with_zeros().grads, self.mask)
+        apart = self.apart()
+        return [each for each in self.joined(apart.whole(apart.formula())) if each is not None]
 
     def fake(self) -> list[Tensor]:
         like = self.check().heads.inputs[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..planner.norm_problem import accumulation_dtype
 from ..reference import affine, input_gradient, normalized, rounded
-from .problem import Heads, Packing
+from .problem import Heads
 
 
 def forward_formula(heads: Heads) -> list[Tensor]:
@@ -51,15 +51,6 @@ def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tens
     dh = input_gradient(affine(du, heads.weights[at], offset=settings.weight_offset), of, (-1,))
     dx = dh if last else rotated(dh, heads, back=True)
     return dx, (du * x_hat)[None].sum_to_size(heads.cols), du[None].sum_to_size(heads.cols)
-
-
-def packed_backward_formula(
-    heads: Heads, packing: Packing, grads: Sequence[Tensor], mask: Sequence[bool]
-) -> list[Tensor]:
-    """The gradient of the packed tensor if the mask wants it, and those of the parameters."""
-    dq, dk, *of_parameters = backward_formula(heads, grads[:2], (True, True, *mask[2:]))
-    packed = [packing.join(dq, dk, grads[2].to(dq.dtype))] if mask[0] else []
-    return [*packed, *of_parameters]
 
 
 def rotated(rows: Tensor, heads: Heads, back: bool = False) -> Tensor:

@@ -297,19 +297,11 @@ PYBIND11_MODULE(_native, module) {
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
       .value("SAMPLES", Number::SAMPLES);
   py::class_<Output>(module, "Output")
-      .def(py::init([](Extent extent, at::ScalarType dtype, size_t dims, int64_t whole, std::vector<int64_t> shape,
-                       int64_t width) {
-             return Output{extent, dtype, dims, whole, std::move(shape), width};
-           }),
+      .def(py::init<Extent, at::ScalarType, size_t, int64_t, std::vector<int64_t>, int64_t>(),
            py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"),
            py::arg("width"));
   py::class_<Grid>(module, "Grid")
-      .def(py::init([](int64_t rows_per_tile, int64_t at_once, int64_t first_wave, int64_t rows_of_cta,
-                       int64_t tiles_of_cta, int64_t tiles_of_sum, int64_t least_short_lived,
-                       int64_t partials_of_cta, int64_t sample_rows) {
-             return Grid{rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum,
-                         least_short_lived, partials_of_cta, sample_rows};
-           }),
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
            py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"),
            py::arg("sample_rows"))
@@ -339,10 +331,8 @@ PYBIND11_MODULE(_native, module) {
       .def("add_map", &Step::add_map, py::kw_only(), py::arg("index"), py::arg("type"), py::arg("rows_dim"),
            py::arg("shape"), py::arg("strides"), py::arg("box"));
   py::class_<Blocks>(module, "Blocks")
-      .def(py::init([](int64_t rows, size_t once, std::vector<int64_t> bytes) {
-             return Blocks{rows, once, std::move(bytes)};
-           }),
-           py::kw_only(), py::arg("rows"), py::arg("once"), py::arg("bytes"));
+      .def(py::init<int64_t, size_t, std::vector<int64_t>>(), py::kw_only(), py::arg("rows"), py::arg("once"),
+           py::arg("bytes"));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<int, int64_t, int64_t, Grid, std::vector<optional<Output>>, optional<Workspace>,
                     std::vector<Step>, int64_t, int64_t, optional<Blocks>>(),
@@ -350,11 +340,8 @@ PYBIND11_MODULE(_native, module) {
            py::arg("outputs"), py::arg("workspace"), py::arg("steps"), py::arg("sm_margin"),
            py::arg("invariance"), py::arg("blocks"));
   py::class_<Slot>(module, "Slot")
-      .def(py::init([](Role role, bool optional, bool is_argument, bool is_read, size_t place, size_t list) {
-             return Slot{role, optional, is_argument, is_read, place, list};
-           }),
-           py::kw_only(), py::arg("role"), py::arg("optional"), py::arg("is_argument"), py::arg("is_read"),
-           py::arg("place"), py::arg("list") = 0);
+      .def(py::init<Role, bool, bool, bool, size_t, size_t>(), py::kw_only(), py::arg("role"), py::arg("optional"),
+           py::arg("is_argument"), py::arg("is_read"), py::arg("place"), py::arg("list") = 0);
   py::class_<Overrides>(module, "Overrides")
       .def(py::init<const std::string&, const std::array<size_t, 4>&, const std::array<py::object, 4>&>(), py::arg("key"),
            py::arg("numbers"), py::arg("functions"))

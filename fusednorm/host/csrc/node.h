@@ -16,42 +16,9 @@
 
 namespace fusednorm {
 
-
-template <typename Element>
-inline IValue list_of(const Tensor* const* tensors, size_t count) {
-  c10::List<Element> list;
-  for (size_t i = 0; i < count; ++i) list.push_back(tensors[i]->defined() ? Element(*tensors[i]) : Element());
-  return list;
-}
-
 // The outputs of a backward op through the dispatcher.
 inline Outputs dispatch(const Given& given) {
-  torch::jit::Stack stack;
-  auto tensor = given.tensors.begin();
-  auto setting = given.settings.begin();
-  const auto& inputs = given.op.inputs;
-  for (size_t at = 0; at < inputs.size(); at += inputs[at].slots()) {
-    const Slot& slot = inputs[at];
-    if (slot.list) {
-      stack.push_back(slot.optional ? list_of<optional<Tensor>>(tensor, slot.list) : list_of<Tensor>(tensor, slot.list));
-      tensor += slot.list;
-    } else if (is_tensor(slot.role)) {
-      const Tensor& each = **tensor++;
-      stack.emplace_back(each.defined() ? IValue(each) : IValue());
-    } else if (slot.role == Role::SHAPE) {
-      stack.emplace_back(std::vector<int64_t>(given.shape.begin(), given.shape.end()));
-    } else if (int64_t number = *setting++; slot.role == Role::MASK) {
-      stack.emplace_back(as_flags(number));
-    } else if (slot.role == Role::NUMBER) {
-      stack.emplace_back(as_number(number));
-    } else if (slot.role == Role::NAME) {
-      stack.emplace_back(names.of(number));
-    } else if (slot.role == Role::FLAG) {
-      stack.emplace_back(number != 0);
-    } else {
-      stack.push_back(number == (slot.role == Role::INTEGER ? NO_INTEGER : NONE) ? IValue() : IValue(number));
-    }
-  }
+  torch::jit::Stack stack = to_stack(given);
   c10::Dispatcher::singleton().findSchemaOrThrow(given.op.name.c_str(), "").callBoxed(&stack);
   Outputs outputs(given.op.num_outputs);
   if (given.op.returns_list) {

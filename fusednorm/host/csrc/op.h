@@ -5,7 +5,8 @@
 #include "program.h"
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/core/stack.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <algorithm>
 #include <cmath>
@@ -233,50 +234,61 @@ struct Given {
   }
 };
 
+template <typename Element>
+inline IValue list_of(const Tensor* const* tensors, size_t count) {
+  c10::List<Element> list;
+  for (size_t i = 0; i < count; ++i) list.push_back(tensors[i]->defined() ? Element(*tensors[i]) : Element());
+  return list;
+}
+
+// The inputs as the dispatcher's stack has arguments.
+inline torch::jit::Stack to_stack(const Given& given) {
+  torch::jit::Stack stack;
+  auto tensor = given.tensors.begin();
+  auto setting = given.settings.begin();
+  const auto& inputs = given.op.inputs;
+  for (size_t at = 0; at < inputs.size(); at += inputs[at].slots()) {
+    const Slot& slot = inputs[at];
+    if (slot.list) {
+      stack.push_back(slot.optional ? list_of<optional<Tensor>>(tensor, slot.list) : list_of<Tensor>(tensor, slot.list));
+      tensor += slot.list;
+    } else if (is_tensor(slot.role)) {
+      const Tensor& each = **tensor++;
+      stack.emplace_back(each.defined() ? IValue(each) : IValue());
+    } else if (slot.role == Role::SHAPE) {
+      c10::impl::GenericList symbolic(c10::AnyType::get());
+      for (const IValue& size : given.symbolic_shape) symbolic.push_back(size);
+      if (symbolic.empty()) stack.emplace_back(std::vector<int64_t>(given.shape.begin(), given.shape.end()));
+      else stack.emplace_back(std::move(symbolic));
+    } else if (int64_t number = *setting++; slot.role == Role::MASK) {
+      stack.emplace_back(as_flags(number));
+    } else if (slot.role == Role::NUMBER) {
+      stack.emplace_back(as_number(number));
+    } else if (slot.role == Role::NAME) {
+      stack.emplace_back(names.of(number));
+    } else if (slot.role == Role::FLAG) {
+      stack.emplace_back(number != 0);
+    } else {
+      stack.push_back(number == (slot.role == Role::INTEGER ? NO_INTEGER : NONE) ? IValue() : IValue(number));
+    }
+  }
+  return stack;
+}
+
 // For callers that hold the GIL.
 inline py::object to_python(const Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
-template <typename Sizes>
-inline py::tuple to_tuple(const Sizes& sizes) {
-  py::tuple made(sizes.size());
-  for (size_t i = 0; i < sizes.size(); ++i) made[i] = py::cast(sizes[i]);
-  return made;
-}
-
 inline py::tuple to_python(const Given& given) {
-  const auto& inputs = given.op.inputs;
-  py::list made;
-  auto tensor = given.tensors.begin();
-  auto setting = given.settings.begin();
-  for (size_t at = 0; at < inputs.size(); at += inputs[at].slots()) {
-    const Slot& slot = inputs[at];
-    py::object each = py::none();
-    if (slot.list) {
-      py::list list;
-      for (size_t i = 0; i < slot.list; ++i) list.append(to_python(**tensor++));
-      each = std::move(list);
-    } else if (is_tensor(slot.role)) {
-      each = to_python(**tensor++);
-    } else if (slot.role == Role::SHAPE) {
-      std::vector<c10::SymInt> symbolic;
-      for (const IValue& size : given.symbolic_shape) symbolic.push_back(size.toSymInt());
-      each = symbolic.empty() ? to_tuple(given.shape) : to_tuple(symbolic);
-    } else if (int64_t number = *setting++; slot.role == Role::MASK) {
-      each = py::cast(as_flags(number));
-    } else if (slot.role == Role::FLAG) {
-      each = py::cast(number != 0);
-    } else if (slot.role == Role::NAME) {
-      each = py::cast(names.of(number));
-    } else if (slot.role == Role::NUMBER) {
-      each = py::cast(as_number(number));
-    } else if (slot.role == Role::GROUPS || slot.role == Role::INTEGER) {
-      if (number != NO_INTEGER) each = py::cast(number);
-    } else if (number != NONE) {
-      each = py::cast(static_cast<at::ScalarType>(number));
-    }
-    made.append(std::move(each));
+  torch::jit::Stack stack = to_stack(given);
+  py::tuple made(stack.size());
+  for (size_t i = 0, at = 0; i < stack.size(); at += given.op.inputs[at].slots(), ++i) {
+    const IValue& each = stack[i];
+    if (each.isTensor()) made[i] = to_python(each.toTensor());  // with names of dims, which torch's own refuses
+    else if (each.isInt() && given.op.inputs[at].role == Role::DTYPE)
+      made[i] = py::cast(static_cast<at::ScalarType>(each.toInt()));
+    else made[i] = torch::jit::toPyObject(each);
   }
-  return py::tuple(std::move(made));
+  return made;
 }
 
 inline Tensor to_tensor(py::handle object) { return object.is_none() ? Tensor() : py::cast<Tensor>(object); }
