@@ -162,15 +162,16 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     """Rings of several rows, or of more columns than three stages have room for, have two stages. CTAs of a forward
     that holds wide rows live long: they load these once, which are more bytes than a row of x. Their rings of x alone
-    are as deep as their frames say."""
+    are as deep as their frames say, and so are those of backwards by sample, unless CTAs share a row."""
     holds_wide = _holds_wide(problem)
-    short_lived, deep = problem.is_forward and not holds_wide, holds_wide and not problem.rows_in
+    short_lived = problem.is_forward and not holds_wide
     for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
         if not fits or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
             continue
         warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
+            deep = not problem.rows_in and (holds_wide or (problem.by_sample > 0 and cluster == 1))
             short = rows == 1 and problem.cols <= few * warps
             stages = frame.stages if short or deep else min(2, frame.stages)
             yield Family("pipelined", rows, warps, ctas, cluster, stages, short_lived and ctas > 1)

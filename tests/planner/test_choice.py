@@ -362,6 +362,12 @@ def test_rings_of_forwards_load_modulations_wider_than_x_once_for_a_cta_that_liv
     assert any(plan.short_lived for plan in candidates("pipelined", make_modulated(norm, cols), H200))
 
 
+@pytest.mark.parametrize("cols", [1024, 1152, 1536, 2304])
+def test_rings_of_backwards_by_sample_keep_three_stages_where_their_tiles_have_several_rows(cols):
+    plans = candidates("pipelined", make_modulated(cols=cols, direction="backward"), H200)
+    assert any(plan.rows_per_tile > 1 for plan in plans) and all(plan.num_stages == 3 for plan in plans)
+
+
 @given(PROBLEMS, DEVICES)
 def test_row_counts_select_among_few_plans_in_order(problem, device):
     ranges = choices(problem, device)
