@@ -174,7 +174,7 @@ def launch() -> ModuleType:
     return launch
 
 
-def _fake(operands: Operands) -> Outputs:
+def fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
     batch = validate(operands)
     shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands))}
@@ -205,7 +205,7 @@ def register(op: Op) -> None:
     name = op.name
     KERNELS[name] = as_op(name, run)
     keys = ("CPU",) if native.extension else ("CPU", "CUDA")
-    define(schema_of(op), as_op(name, _fake), (KERNELS[name], keys), (as_op(name, _refuse), ELSEWHERE))
+    define(schema_of(op), as_op(name, fake), (KERNELS[name], keys), (as_op(name, _refuse), ELSEWHERE))
 
 
 def define(schema: str, fake: Callable, *implementations: tuple[Callable, Sequence[str]]) -> None:
@@ -235,4 +235,4 @@ WITH_OPTIONAL_OUTPUTS = {name: f"{name}_optional" for name, op in OPS.items() if
 for _name, _copy in WITH_OPTIONAL_OUTPUTS.items():
     _arguments, _outputs = SCHEMAS[_name].removeprefix(_name).split(" -> ")
     _copied = f"{_copy}{_arguments} -> {_outputs.replace('Tensor', 'Tensor?')}"
-    define(_copied, as_op(_name, _fake), (KERNELS[_name], ("CPU", "CUDA")))
+    define(_copied, as_op(_name, fake), (KERNELS[_name], ("CPU", "CUDA")))

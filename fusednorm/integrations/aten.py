@@ -17,7 +17,7 @@ import torch
 from .. import ops
 from ..host import fallback, gpus, native, prepared
 from ..host.program import Program
-from ..operands import FORWARD, OPS, Operands, Outputs, as_op, call_op
+from ..operands import FORWARD, OPS, Operands, Outputs, call_op, op_outputs, operands_of
 from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
@@ -66,7 +66,7 @@ class Overrides:
     """Replaces ATen's kernels by ours for one dispatch key, from construction until `remove`."""
 
     def __init__(self, key: str):
-        atens = {name: _kernel_of(name, key) for name in KERNELS}
+        atens = {name: _kernel_of(name, key) for name in ATENS_NAMES.values()}
         with warnings.catch_warnings():
             # The dispatcher warns once per process that a kernel is overridden. Here that is intended.
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
@@ -75,8 +75,9 @@ class Overrides:
                 self.remove = native.overrides(key, functools.partial(_launched_or_atens, atens, keys)).remove
             else:
                 library = torch.library.Library("aten", "IMPL")
-                for name, ours in KERNELS.items():
-                    library.impl(name, _ours_or(ours, atens[name]), key, with_keyset=True, allow_override=True)
+                for ours, name in ATENS_NAMES.items():
+                    kernel = functools.partial(_run, ours, atens)
+                    library.impl(name, kernel, key, with_keyset=True, allow_override=True)
                 self.remove = functools.partial(_destroy, library)
 
 
@@ -105,14 +106,7 @@ def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | No
     return ops.launch().run(call, miss) if _takes(call) else (None, None)
 
 
-def _run(operands: Operands) -> Outputs | None:
-    return _launched(operands)[0]
-
-
 ATENS_NAMES = {name: op.aten for name, op in OPS.items() if op.aten}
-# Each takes the arguments of an op of ATen and returns its outputs, or None to leave the call to ATen's kernel. While
-# enabled, every eager norm on a CUDA tensor runs through them, unless C++ knows the call.
-KERNELS: dict[str, Callable[..., tuple | None]] = {aten: as_op(ours, _run) for ours, aten in ATENS_NAMES.items()}
 
 
 def _launched_or_atens(
@@ -123,6 +117,11 @@ def _launched_or_atens(
     if outputs is None:
         outputs = call_op(functools.partial(atens[ATENS_NAMES[operands.op]], keys), operands)
     return outputs, program
+
+
+def _run(op: str, atens: dict[str, Callable], keys: torch._C.DispatchKeySet, *arguments) -> tuple:
+    """In place of an op of ATen, where there is no C++: while enabled, every eager norm on a CUDA tensor runs here."""
+    return op_outputs(op, _launched_or_atens(atens, keys, operands_of(op, arguments, {}))[0])
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
@@ -136,14 +135,6 @@ def _takes(call: ForwardCall | BackwardCall) -> bool:
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
     return gpus.spec_of(device).arch >= OLDEST_ARCH
-
-
-def _ours_or(ours: Callable[..., tuple | None], atens: Callable[..., tuple]) -> Callable[..., tuple]:
-    def kernel(keys: torch._C.DispatchKeySet, *args) -> tuple:
-        outputs = ours(*args)
-        return atens(keys, *args) if outputs is None else outputs
-
-    return kernel
 
 
 def _kernel_of(name: str, key: str) -> Callable[..., tuple]:

@@ -6,7 +6,6 @@ this process runs each kernel once on a few rows, which loads it.
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
@@ -31,7 +31,6 @@ from ..operands import (
     Role,
     derivative_of,
     operands_of,
-    wanted_outputs,
 )  # fmt: skip
 from ..planner import choice
 from ..planner.canonical import Question
@@ -40,7 +39,7 @@ from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
-from ..problem.outputs import groups_of, output_dtype, settings_of
+from ..problem.outputs import settings_of
 from ..problem.validation import FLOATS
 from ..settings.forcing import forced_variant
 
@@ -101,10 +100,7 @@ class Wanted(NamedTuple):
         forward = self._forward()
         if self.direction == FORWARD:
             return check_forward(forward)
-        by, outputs, count = derivative_of(forward.op), [], len(self.op.outputs)
-        for each, wanted in zip(forward.outputs, wanted_outputs(forward), strict=True):
-            dtype = output_dtype(forward, each) if wanted else None
-            outputs.append(dtype and self._tensor(each.role, dtype, groups_of(forward)))
+        by, outputs, count = derivative_of(forward.op), ops.fake(forward), len(self.op.outputs)
         kept = [*forward.tensors, *outputs[1:]]
         given = {name: kept[at] for name, at in zip(by.saved, by.sources, strict=True)}
         given |= dict(zip(by.grads, outputs[OWN_OUTPUTS:], strict=True))
@@ -128,10 +124,9 @@ class Wanted(NamedTuple):
                 given[slot.name] = self._tensor(slot.role, dtype)
         return operands_of(op.name, (), given)
 
-    def _tensor(self, role: Role, dtype: torch.dtype, groups: int = 1) -> Tensor:
+    def _tensor(self, role: Role, dtype: torch.dtype) -> Tensor:
         batch = (2, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
-        shapes = {Role.PARAMETER: (self.cols,), Role.STATISTIC: (math.prod(batch) * groups,)}
-        shapes |= {Role.MODULATION: (*batch[:-1], 1, self.cols)}
+        shapes = {Role.PARAMETER: (self.cols,), Role.MODULATION: (*batch[:-1], 1, self.cols)}
         return torch.empty(shapes.get(role, (*batch, self.cols)), dtype=dtype, device="meta")
 
     @property
@@ -210,7 +205,9 @@ def warmup(
     below 1, for a group_size that does not divide cols, for a GPU that is not there, and during the capture of a CUDA
     graph.
     """
-    _check_names(norm, directions)
+    require_one_of("warmup", "norm", norm, ("layer", "rms"))
+    for each in directions:
+        require_one_of("warmup", "directions", each, ("forward", "backward"))
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
     suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, **of_modulations)
     _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
@@ -275,14 +272,6 @@ def form_named(
 
 def _has(suffix: str, operand: str) -> bool:
     return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot(operand) is not None
-
-
-def _check_names(norm: str, directions: Sequence[str]) -> None:
-    if norm not in ("layer", "rms"):
-        raise ValueError(f"warmup: norm must be 'layer' or 'rms', got {norm!r}")
-    for direction in directions:
-        if direction not in ("forward", "backward"):
-            raise ValueError(f"warmup: directions must be 'forward' and 'backward', got {direction!r}")
 
 
 def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:

@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "settings",
     },
     "tools": {
-        *("__init__", "forms", "functional", "host", "namespace", "operands", "planner"),
+        *("__init__", "forms", "functional", "host", "namespace", "operands", "ops", "planner"),
         *("problem", "settings"),
     },
     "__main__": {"__init__", "tools"},

@@ -263,9 +263,9 @@ def test_warmup_refuses_a_dtype_of_modulations_of_norms_without_them_and_what_is
 
 
 def test_warmup_refuses_names_that_are_none():
-    with pytest.raises(ValueError, match="warmup: norm must be 'layer' or 'rms', got 'group'"):
+    with pytest.raises(ValueError, match="warmup: norm must be one of layer, rms, got 'group'"):
         fusednorm.warmup("group", 4096, BF16)
-    with pytest.raises(ValueError, match="warmup: directions must be 'forward' and 'backward', got 'up'"):
+    with pytest.raises(ValueError, match="warmup: directions must be one of forward, backward, got 'up'"):
         fusednorm.warmup("rms", 4096, BF16, directions=["up"])
 
 
