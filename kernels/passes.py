@@ -10,6 +10,7 @@ from .loads import Statistics, combine, of_groups, plus
 from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
+    correction,
     input_gradient,
     inverse_std,
     normalize,
@@ -52,6 +53,16 @@ def merge_moments(mean_a, variance_a, mean_b, variance_b):
 
 
 @gluon.jit
+def merge_exact_moments(mean_a, error_a, variance_a, mean_b, error_b, variance_b):
+    """`merge_moments` of means that are each a rounded mean and what it lacks. Where a mean is thousands of standard
+    deviations, its rounding error is as large as the distance of two means."""
+    distance = 0.5 * ((mean_a - mean_b) + (error_a - error_b))
+    mean = 0.5 * (mean_a + mean_b)
+    error = 0.5 * ((mean_a - mean) + (mean_b - mean) + (error_a + error_b))
+    return mean, error, 0.5 * (variance_a + variance_b) + distance * distance
+
+
+@gluon.jit
 def by_thread(chunk, tile: gl.constexpr):
     """[rows, cluster, chunk] seen as [rows, cluster, load, thread, adjacent column], in float32."""
     threads: gl.constexpr = tile.threads_per_row
@@ -85,10 +96,11 @@ def row_moments(x, exchange, tile: gl.constexpr):
             squares += deviation * deviation
     if sums_equal_elements(x[0].dtype, gl.float32, tile.columns_per_thread):
         variance = sum_of_thread(squares) / tile.columns_per_thread
+        moments = gl.reduce((mean, variance), 2, merge_moments)
     else:
-        errors = sum_of_thread(deviations)
-        mean, variance = corrected_moments(mean, errors, sum_of_thread(squares), tile.columns_per_thread)
-    moments = gl.reduce((mean, variance), 2, merge_moments)
+        error, variance = correction(sum_of_thread(deviations), sum_of_thread(squares), tile.columns_per_thread)
+        mean, error, variance = gl.reduce((mean, error, variance), 2, merge_exact_moments)
+        moments = (mean + error, variance)
     moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
     # The reduction's results are where by_row has them, but in a layout of another name: nothing moves.
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))

@@ -43,6 +43,15 @@ def test_a_thousand_float32_numbers_that_all_are_100000_1_are_exact(plan):
     assert_exact(run(case, inputs, *2 * [plan(case.shape[1])]), case, inputs)
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_rstd_of_a_row_whose_mean_is_10000_standard_deviations_loses_no_digits(plan):
+    case = make_case("layer", (3, 1000), (FP32,) * 3)
+    inputs = replace(make_inputs(case), x=1e4 + torch.randn(case.shape, generator=torch.Generator().manual_seed(0)))
+    _, _, rstd = run_forward(case, inputs, plan(case.shape[1]))
+    variance = inputs.x.double().var(1, correction=0, keepdim=True) + case.eps
+    assert (rstd * variance.sqrt() - 1).abs().max() < 5e-7
+
+
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_layer_norm_of_a_row_whose_squares_overflow_is_nan_and_that_of_the_others_is_not(plan):

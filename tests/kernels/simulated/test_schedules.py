@@ -103,6 +103,16 @@ EQUAL = [
     Problem("backward", "warp_specialized", "layer", 10, 1000, FLOATS, equal=True),
     Problem("backward", "warp_specialized", "layer", 10, 1000, MIXED, equal=True),
 ]
+# Padded rows, rows without padding, and clusters, with the most that rstd may be off. The CTAs of a cluster tell each
+# other a rounded mean.
+FAR = {
+    Problem("forward", "multi_wave", "layer", 3, 200, FLOATS): 5e-7,
+    Problem("forward", "pipelined", "layer", 9, 64, FLOATS): 5e-7,
+    Problem("forward", "pipelined", "layer", 9, 1000, FLOATS): 5e-7,
+    Problem("forward", "pipelined", "layer", 9, 1536, FLOATS): 5e-7,
+    Problem("forward", "pipelined", "layer", 3, 12288, FLOATS, sms=8): 6e-6,
+    Problem("forward", "warp_specialized", "layer", 20, 256, FLOATS): 5e-7,
+}
 SEEDS = 5  # each number of CTAs that have a place, once more; `make simulate` tries thousands
 EPS = 1e-5
 
@@ -117,6 +127,17 @@ def test_outputs_are_the_oracles(problem):
 def test_equal_elements_are_normalized_exactly(problem):
     outputs, _ = problem.simulate()
     problem.check(outputs)
+
+
+@pytest.mark.parametrize("problem, most", FAR.items(), ids=str)
+def test_rstd_of_a_row_whose_mean_is_10000_standard_deviations_loses_no_digits(problem, most):
+    x = 1e4 + torch.randn(problem.rows, problem.cols, generator=torch.Generator().manual_seed(0))
+    with simulated("H200", problem.sms) as simulation, fusednorm.force(problem.variant):
+        _, mean, rstd = torch.ops.fusednorm.layer_norm_fwd(x, [problem.cols], None, None, 0.0)
+    assert [each.name for each in simulation.launched] == ["forward"]
+    variance, exact = torch.var_mean(x.double(), 1, correction=0, keepdim=True)
+    assert (rstd * variance.sqrt() - 1).abs().max() < most
+    assert ((mean - exact) / exact).abs().max() < 2**-23
 
 
 @pytest.fixture
