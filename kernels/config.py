@@ -83,6 +83,7 @@ class Norm(CompileTime):
     shared: tuple[str, ...] = ()  # and of those that have one row for all rows of a CTA
     stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
     summed: tuple[int, ...] = ()  # and which it sums over the rows of a CTA
+    mixes_halves: bool = False  # operands are bfloat16, and something is rounded to float16: see rowmath.kept
     folds: bool = False  # whether `inside` is computed for each element; the rows of a CTA share a scale
 
     @property

@@ -44,6 +44,16 @@ def widen(x, in_pairs: tl.constexpr = False, dtype: tl.constexpr = tl.float32):
 
 
 @triton.jit
+def kept(value, norm: tl.constexpr):
+    """value, as an operand or a result that LLVM does not narrow. It computes a sum or a product of two numbers of 16
+    bits in float16 if nothing but that of it is used (InstCombine, fptrunc of fpext), also where these are bfloat16 and
+    lie beyond float16's range or between its numbers. Adding 0 hides what value is, and changes nothing but -0."""
+    if norm.mixes_halves:
+        value += 0.0
+    return value
+
+
+@triton.jit
 def inverse_std(mean_square, eps, norm: tl.constexpr):
     """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares
     overflowed, LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
@@ -149,7 +159,7 @@ def total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     h = tiles[0].to(norm.acc)
     if norm.has_row("residual"):
         h += tiles[norm.row("residual")]
-    return h
+    return kept(h, norm)
 
 
 @triton.jit
@@ -201,7 +211,7 @@ def gate_of(tiles, norm: tl.constexpr):
 def as_step(value, nth: tl.constexpr, norm: tl.constexpr):
     """Rounded as code of the operands' dtypes rounds it, if the form does."""
     if norm.rounds_steps:
-        value = value.to(norm.step(nth)).to(norm.acc)
+        value = kept(kept(value, norm).to(norm.step(nth)).to(norm.acc), norm)
     return value
 
 
@@ -217,7 +227,7 @@ def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
 def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """residual + gate * x"""
     branch = as_step(tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc), 0, norm)
-    return branch + tiles[norm.row("residual")]
+    return kept(branch + tiles[norm.row("residual")], norm)
 
 
 @triton.jit
@@ -233,7 +243,7 @@ def in_full(x_hat, tiles, norm: tl.constexpr):
 @triton.jit
 def as_x(x_hat, tiles, norm: tl.constexpr):
     """x_hat rounded to the dtype of x."""
-    return x_hat.to(tiles[0].dtype).to(norm.acc)
+    return kept(x_hat.to(tiles[0].dtype).to(norm.acc), norm)
 
 
 @triton.jit

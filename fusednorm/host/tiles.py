@@ -46,6 +46,7 @@ def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
         shared=problem.names_shared,
         stored=problem.stored,
         summed=problem.summed,
+        mixes_halves=problem.mixes_halves,
         folds=folds,
     )
 
