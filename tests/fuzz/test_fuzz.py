@@ -134,6 +134,21 @@ def test_each_of_many_rows_may_be_off_by_the_last_bits_of_float64(eps_off, right
     assert all(each.excess <= 1 for each in findings) is right, findings
 
 
+@pytest.mark.parametrize("factor, right", [(1 - 1.4e-3, True), (1.02, False)])
+def test_a_sigmoid_may_err_by_one_sign_below_a_gate_and_by_the_other_above_it(factor, right):
+    """exp2 of a GPU does near 0. Deviations of a row of equal elements are as small as its gate."""
+    call = small_call("layer_norm_fwd_of_gated", shape=(20, 256), normalized_ndim=1, variant=None, setting=None)
+    call = replace(
+        call,
+        dtypes={"x": torch.float32, "gate": torch.float32, "weight": None, "bias": None},
+        values=call.values | {"x": "constant", "gate": "tiny"},
+        layouts=call.layouts | {"x": "contiguous", "gate": "contiguous"},
+        given=call.given | {"eps": 1e-12, "activation": "sigmoid", "groups": 1},
+    )
+    findings = check(call, "cpu", spoiled(lambda outputs, arguments: outputs[2].mul_(factor))).findings
+    assert all(each.excess <= 1 for each in findings) is right, findings
+
+
 def test_a_row_is_judged_by_atens_error_too_but_not_by_its_infinity():
     finding = Finding("rstd", 3.0, None)
     assert [finding._replace(atens=each).is_fault for each in (None, 1.0, 2.0, math.inf)] == [True, True, False, True]

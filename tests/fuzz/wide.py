@@ -81,11 +81,18 @@ class Step:
         elif op is torch.ops.aten.sigmoid:
             of_argument = self.leaves[0].abs() if _has_16_bits(self.leaves[0]) else 0.0  # kernels/rowmath.py: logistic
             error = result.abs() * ((ELEMENT_ULPS + of_argument) * info.eps)
-            signs = signs.sum() % 2 > 0  # equal gates err alike
+            signs = self._signs_of_an_approximation(signs)
         else:
             error = result.abs() * (ELEMENT_ULPS * info.eps)
         error = error + result.abs().clamp(max=info.smallest_normal)  # kernels may flush smaller numbers to zero
         return torch.where(signs, result + error, result - error)
+
+    def _signs_of_an_approximation(self, signs: Tensor) -> Tensor:
+        """Equal arguments err alike, and an approximation errs by one sign over a stretch of arguments: all of them,
+        or those beyond one of them."""
+        arguments, chance = self.leaves[0], signs.sum()
+        beyond = arguments > arguments.flatten()[chance % arguments.numel()]
+        return (beyond & (chance % 4 > 1)) ^ (chance % 2 > 0)
 
     def run_on_magnitudes(self) -> Tensor:
         args, kwargs = tree_unflatten(self.leaves, self.spec)
