@@ -13,13 +13,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-aten = torch.ops.aten
+from ..planner import limits
 
-# What our backward saves over Inductor's, in tensors of x's size: the difference of their times on an H200 over the
-# time that such a tensor takes. Inductor's sums over rows, those for dw and db, make nearly all of it (bench/NOTES.md,
-# "Evidence behind constants").
-SAVED_WITH_SUMS = {"rms": 1.1, "layer": 2.0}
-SAVED_WITHOUT_SUMS = 0.2
+aten = torch.ops.aten
 
 VIEWS = frozenset(
     getattr(aten, name).default
@@ -44,7 +40,7 @@ def why_inductor(
     moved = {name: _moved_for(op, each, x, inputs) for name, each in inputs.items() if each is not None}
     if dx is not None:
         moved["dx"] = _moved_after(dx, x)
-    saved, more = SAVED_WITH_SUMS[norm] if has_sums else SAVED_WITHOUT_SUMS, sum(moved.values())
+    saved, more = limits.saved_tensors[norm if has_sums else "no sums"], sum(moved.values())
     if not more or more < saved:
         return None
     names = " and ".join(name for name, tensors in moved.items() if tensors)

@@ -48,9 +48,6 @@ ROUNDS, WARMUP_CALLS = 7, 3
 SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven replays of one allocation find differences of 3% between plans of 6 us
 FLUSH_BYTES = 256 << 20  # above any L2 so far
 BATCH = 24  # problems that are compiled at once
-NEIGHBOURHOOD, LEAST_WEIGHT = 0.1, 0.01  # octaves over which times are averaged, against noise
-UNKNOWN_LOSS = 0.05  # of a family that was not measured at a neighbouring width
-CHANGE = 0.05  # what a change of plan must gain, summed over the row counts that are looked at: it is a build more
 STEPS = 4  # row counts that are looked at from one that was measured to the next
 
 
@@ -304,14 +301,14 @@ def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], 
 
 def _few_plans(costs: list[tuple[float, dict[Plan, float]]], sms: int) -> table.Ranges:
     """From the times of plans, by rows: the plans that lose least against the fastest in sum, where each change of plan
-    costs CHANGE. Found as the best route to each plan at each number of rows."""
+    costs limits.cost_of_change. Found as the best route to each plan at each number of rows."""
     best: dict[Plan, Route] = {}
     for rows, times in costs:
         fastest, before = min(times.values()), best
         least = min(before.values(), default=Route(0.0, ()), key=lambda route: route.loss)
         best = {}
         for plan, us in times.items():
-            changed = Route(least.loss + CHANGE, (*least.starts, (rows, plan)))
+            changed = Route(least.loss + limits.cost_of_change, (*least.starts, (rows, plan)))
             route = min(before.get(plan, changed), changed, key=lambda route: route.loss)
             best[plan] = route._replace(loss=route.loss + us / fastest - 1)
     starts = min(best.values(), key=lambda route: route.loss).starts
@@ -328,12 +325,14 @@ def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
         for other, counts in widths.items()
         if rows in counts
     }
-    near = {other: math.exp(-((math.log2(other / cols) / NEIGHBOURHOOD) ** 2)) for other in losses if other != cols}
+    octaves = {other: math.log2(other / cols) for other in losses if other != cols}
+    near = {other: math.exp(-((octave / limits.neighbourhood) ** 2)) for other, octave in octaves.items()}
     weight = 1 / max(1, sum(near.values()))
-    shares = {cols: 1.0} | {other: weight * share for other, share in near.items() if share > LEAST_WEIGHT}
+    shares = {cols: 1.0} | {other: weight * share for other, share in near.items() if share > limits.least_share}
     total, best = sum(shares.values()), min(us for us, _ in widths[cols][rows].values())
+    unknown = limits.unknown_loss
     return {
-        family: best * (1 + sum(s * losses[other].get(family, UNKNOWN_LOSS) for other, s in shares.items()) / total)
+        family: best * (1 + sum(s * losses[other].get(family, unknown) for other, s in shares.items()) / total)
         for family in losses[cols]
     }
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from cases import BF16, FP16
+from cases import FP16
 from compiling import DEVICES
 from planning import make_problem, make_sum, meta_call
 
