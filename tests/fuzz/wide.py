@@ -91,6 +91,8 @@ class Step:
         """Equal arguments err alike, and an approximation errs by one sign over a stretch of arguments: all of them,
         or those beyond one of them."""
         arguments, chance = self.leaves[0], signs.sum()
+        if not arguments.numel():
+            return signs
         beyond = arguments > arguments.flatten()[chance % arguments.numel()]
         return (beyond & (chance % 4 > 1)) ^ (chance % 2 > 0)
 
