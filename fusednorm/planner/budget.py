@@ -84,8 +84,11 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
     ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
     rows, warps, threads = _round_up(ring, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
-    # The warps of a row exchange up to two float32 per row, in buffers that some releases size for all CTAs.
-    sums = 2 if problem.norm == "layer" else 1
+    # The warps of a row exchange up to three float32 per row (moments whose means have what they lack beside them:
+    # passes.row_moments), in buffers that some releases size for all CTAs.
+    may_be_float32 = problem.x_dtype.itemsize == 4 or problem.form.combine
+    merges = problem.is_forward and may_be_float32 and plan.is_whole(problem.cols)
+    sums = 1 if problem.norm == "rms" else 3 if merges else 2
     exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
     barriers = _round_up(8 * plan.num_stages, 16)
     if is_pipelined:

@@ -58,6 +58,7 @@ FORWARD = [
     make_problem("layer", 4096, direction="forward"),
     make_problem("rms", 8192, direction="forward"),
     make_problem("layer", 576, "fp32", direction="forward"),
+    make_problem("layer", 8192, "fp32", direction="forward"),  # warps exchange means, what these lack, variances
     make_problem("layer", 16384, direction="forward", weight="fp32"),
     make_problem("rms", 29, direction="forward"),
     make_problem("layer", 1, "fp32", direction="forward"),
