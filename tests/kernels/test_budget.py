@@ -58,7 +58,6 @@ FORWARD = [
     make_problem("layer", 4096, direction="forward"),
     make_problem("rms", 8192, direction="forward"),
     make_problem("layer", 576, "fp32", direction="forward"),
-    make_problem("layer", 8192, "fp32", direction="forward"),  # warps exchange means, what these lack, variances
     make_problem("layer", 16384, direction="forward", weight="fp32"),
     make_problem("rms", 29, direction="forward"),
     make_problem("layer", 1, "fp32", direction="forward"),
@@ -97,6 +96,7 @@ JOBS = [
     (80, make_problem("layer", 16383, weight="none", direction="forward")),
     (80, make_sum("layer", 4096, finish="add")),
     (90, make_sum("layer", 4096)),
+    (90, make_problem("layer", 8192, "fp32", direction="forward")),  # warps exchange means, what these lack, variances
     (90, make_sum("layer", 1032, residual="fp32")),  # a tail, and the mean of a float32 row is corrected
     (100, make_sum("rms", 1987, rounds_sum=False)),
     (90, make_gated("rms", 128)),
