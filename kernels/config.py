@@ -46,6 +46,7 @@ class Form(CompileTime):
     gradients: Any
     activation: Any = None  # (z, dtype of the gate) -> what a gate's element becomes, and its derivative
     factor: Any = None  # (scale) -> what u is multiplied by, and its derivative
+    early: tuple[int, ...] = ()  # which of `gradients` need no dh, and so no row sums
     late: tuple[str, ...] = ()  # names of row tensors that only `gradients` reads
     # For narrow.py: linear maps of whole rows, (chunks, cos, sin, whether the map is transposed, tile) -> chunks
     turn_h: Any = None  # of x, before it is normalized
@@ -133,6 +134,10 @@ class Norm(CompileTime):
     @property
     def stores_dx(self) -> bool:
         return self.wants_dx and 0 in self.stored
+
+    def is_early(self, nth: int) -> bool:
+        """Whether the nth gradient that is stored needs no row sums."""
+        return self.stored[nth] in self.form.early
 
     def gradient(self, nth: int) -> int:
         """Which of the form's `gradients` is the nth that is stored."""
@@ -266,6 +271,7 @@ class RingTile(Tile):
     # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Evidence behind
     # constants".
     prefetches_statistics: bool = True
+    reads_once: bool = False  # pipelined.backward holds what dx takes of a tile; else it reads the tile again
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
     # The rest is for warp_specialized.py.

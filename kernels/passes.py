@@ -11,6 +11,7 @@ from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_r
 from .rowmath import (
     corrected_moments,
     correction,
+    gradient_beside_x_hat,
     input_gradient,
     inverse_std,
     normalize,
@@ -204,6 +205,26 @@ def sum_tile(tiles, held, dy, statistics, weight, sums, norm: gl.constexpr, tile
 
 
 @gluon.jit
+def store_early_gradients(
+    outs, stride, tiles, held, dy, statistics, weight, bias, row, cols, norm: gl.constexpr, tile: gl.constexpr
+):  # fmt: skip
+    """Store those gradients of the tile at `row` that need no row sums. The first pass has made what they take, and
+    need not hold it for the second."""
+    for c in gl.static_range(tile.chunks):
+        of_chunk = chunk_with_shared(tiles, held, c, tile)
+        wide_dy = widen(dy[c], tile.in_pairs)
+        h = widen(combine(of_chunk, None, norm), tile.in_pairs)
+        x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
+        w = parameter_row(weight[c], norm.has_weight, tile)
+        b = parameter_row(bias[c], norm.has_bias, tile)
+        no_dh = gl.zeros_like(x_hat)
+        grads = norm.form.gradients(no_dh, wide_dy, x_hat, w, b, of_chunk, norm)
+        for t in gl.static_range(len(outs)):
+            if norm.is_early(t):
+                store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
+
+
+@gluon.jit
 def store_gradients(
     outs, stride, tiles, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight, sums, row, cols,
     norm: gl.constexpr, tile: gl.constexpr,
@@ -227,11 +248,16 @@ def store_gradients(
         w = parameter_row(weight[c], norm.has_weight, tile)
         g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
         h = widen(combine(of_chunk, None, norm), tile.in_pairs)
-        dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), others, c, tile.in_pairs, norm)
+        if tile.reads_once:
+            dh = gradient_beside_x_hat(g, normalize(h, mean, rstd, norm), rstd, mean_gx, mean_g, norm)
+        else:
+            dh = input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm)
+        dh = plus(dh, others, c, tile.in_pairs, norm)
         b = parameter_row(bias[c], norm.has_bias, tile)
         grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
         for t in gl.static_range(len(outs)):
-            store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
+            if not (tile.reads_once and norm.is_early(t)):
+                store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
         for s in gl.static_range(norm.sums):
             more = more + (sums.more[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
     return ColumnSums(sums.dw, sums.db, more)

@@ -162,9 +162,11 @@ def backward(
     gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
-    row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. dw and db
-    are complete before the last tile's dx, and are stored before it where `partial_sums.stores_early` says so. The
-    form's other row tensors come as in `forward`."""
+    row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. With
+    tile.reads_once, the second read falls away: the compiler holds what both passes make, and what the second alone
+    would make for gradients without row sums is made in the first. dw and db are complete before the last tile's dx,
+    and are stored before it where `partial_sums.stores_early` says so. The form's other row tensors come as in
+    `forward`."""
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -208,6 +210,10 @@ def backward(
         ring.wait_for_tile(rings, at)
         tiles, dy = read_tiles(rings, at.stage, False, tile)
         others = row_tile.load_added(added, row, cols, tile)
+        if tile.reads_once:
+            passes.store_early_gradients(
+                outs, stride, tiles + more, held, dy, statistics, weight, bias, row, cols, inside, tile
+            )  # fmt: skip
         sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, inside, tile)
         if norm.wants_sums and partial_sums.stores_early(norm, tile):
             if nth + step >= share.last - share.first:  # the last tile
@@ -217,15 +223,18 @@ def backward(
         row_sums, exchange = sum_over_cluster(row_sums, exchange, tile)
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
-        # The stage still has the tile: it is refilled below, after these reads.
-        tiles, dy = read_tiles(rings, at.stage, True, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, inside, tile)
+        # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
+        if tile.reads_once:
+            fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
+        else:  # the stage still has the tile: it is refilled below, after these reads
+            tiles, dy = read_tiles(rings, at.stage, True, tile)
         sums = passes.store_gradients(
             outs, stride, tiles + more, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight,
             sums, row, cols, inside, tile,
         )  # fmt: skip
-        # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
-        fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
+        if not tile.reads_once:
+            fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
         row -= step
         at = ring.next_position(at, tile)
 

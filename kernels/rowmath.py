@@ -118,6 +118,16 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
     return dx * rstd
 
 
+@triton.jit
+def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
+    """`input_gradient` where x_hat is held, and x is not. This is exact where that is: x_hat is 0 where x is the mean.
+    """
+    dx = g - x_hat * mean_gx
+    if norm.layer:
+        dx -= mean_g
+    return dx * rstd
+
+
 @triton.constexpr_function
 def snaps(norm, dtype):
     """Whether `snapped` is worth its instructions: for gradients of y in float32, whose equal elements have no exact
@@ -524,7 +534,7 @@ COMBINE: dict[str, dict[str, Any]] = {
 FINISH: dict[str, dict[str, Any]] = {
     "": {},
     "add": {"finish": plus_residual},
-    "gate": {"finish": u_times_gate, "to_du": times_gate, "gradients": of_gated_u},
+    "gate": {"finish": u_times_gate, "to_du": times_gate, "gradients": of_gated_u, "early": (1,)},
 }
 UNROUNDED = {rounded_total: total, rounded_gated_total: gated_total}  # without FormSpec.rounds_sum
 FACTORS = {"one_plus": one_plus, "identity": identity, "tanh": tanh}

@@ -11,12 +11,13 @@ from unittest import mock
 
 import torch
 from cases import lay_out
-from planning import ARCHITECTURES
+from planning import ARCHITECTURES, meta_call
 
 from fusednorm.host import fallback
 from fusednorm.operands import BackwardOperands, ForwardOperands
 from fusednorm.planner.device import DeviceSpec
-from fusednorm.planner.plan import Plan
+from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.planner.plan import Plan, from_text
 from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import Case, Inputs
 
@@ -113,3 +114,13 @@ def in_parallel(pool: ProcessPoolExecutor, function: Callable, jobs: Iterable[tu
 
 def _do_not_interpret() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # still in time: the functions above import Triton when they are called
+
+
+def tiles_read(problem: NormProblem, plan: str, device: DeviceSpec) -> int:
+    """How many tiles a row loop reads from its rings, counting each read. A tile has one chunk."""
+    from fusednorm.host import launch
+    from fusednorm.tools import compilation
+
+    first = launch.on_tensors(meta_call(problem), from_text(plan)).launches[0]
+    text = compilation.compile_for(first, device.arch).asm["ttgir"]
+    return text.count("ttg.local_load")

@@ -10,7 +10,7 @@ import torch
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
-from ..planner import derived
+from ..planner import budget, derived
 from ..planner.norm_problem import DTYPE_NAMES, NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
@@ -95,6 +95,7 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         whole=plan.is_whole(problem.cols),
         weight_in_smem=plan.weight_in_smem,
         prefetches_statistics=derived.prefetches_statistics(plan, problem),
+        reads_once=budget.reads_once(plan, problem),
         in_pairs=derived.widens_in_pairs(plan, problem),
         **more,
     )

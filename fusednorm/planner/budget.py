@@ -52,6 +52,18 @@ def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProble
     return problem if problem.is_forward and plan.short_lived else problem.inside
 
 
+def reads_once(plan: RingPlan, problem: NormProblem) -> bool:
+    """Whether the plan's threads hold what dx takes of a tile instead of reading the tile twice: in a backward with a
+    gate, of which they would make the sigmoid twice, where 16-bit rows leave that many instructions for each byte."""
+    if problem.is_forward or not isinstance(plan, PipelinedPlan):
+        return False
+    gated = "gate" in (problem.form.combine, problem.form.finish)
+    elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
+    most = next(number for registers, number in limits.elements_read_once if plan.max_registers <= (registers or 255))
+    itemsizes = map(_bytes, (problem.x_dtype, problem.grad_dtype, *problem.rows_in))
+    return gated and elements <= most and max(itemsizes) == 2
+
+
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     """Upper bound of the bytes of shared memory per CTA, static and dynamic; for rings a close one."""
     if isinstance(plan, RingPlan):
@@ -148,6 +160,8 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     kind = ""
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
+    elif reads_once(plan, problem):
+        kind = " once"
     least, added, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
     held = computed(plan, problem)
     known = quantities(held, device) | _of_plan(plan, problem.cols) | {"folds": held is not problem}

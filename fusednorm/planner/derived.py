@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import limits
-from .budget import WARP_SIZE, register_limit
+from .budget import WARP_SIZE, reads_once, register_limit
 from .device import OLDEST_TRITON, DeviceSpec
 from .norm_problem import NormProblem
 from .plan import ColumnTilePlan, PipelinedPlan, Plan, RingPlan
@@ -85,7 +85,7 @@ def derived(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, A
     found: dict[str, Any] = {}
     if isinstance(plan, RingPlan):
         found |= {"prefetches_statistics": prefetches_statistics(plan, problem)}
-        found |= {"widens_in_pairs": widens_in_pairs(plan, problem)}
+        found |= {"widens_in_pairs": widens_in_pairs(plan, problem), "reads_once": reads_once(plan, problem)}
     elif plan.kernel == "column_tiles":
         of_forward = row_pass_registers(problem, math.gcd(problem.cols, 16))
         of_backward = column_pass_registers(plan, problem, device)

@@ -127,7 +127,8 @@ class Explanation:
         found, said = derived(self.plan, self.problem, self.device), []
         if "prefetches_statistics" in found and not self.problem.is_forward:
             pairs = ", bfloat16 widened in pairs" * found["widens_in_pairs"]
-            said = [f"statistics loaded {'a' if found['prefetches_statistics'] else 'half a'} tile ahead{pairs}"]
+            once = ", tiles read once" * found["reads_once"]
+            said = [f"statistics loaded {'a' if found['prefetches_statistics'] else 'half a'} tile ahead{pairs}{once}"]
         if sums := found.get("sums"):
             start = "before the first has ended" if sums["dependent"] else "when the first has ended"
             of_cta = f"{sums['cols']} columns for each CTA of {_count(sums['num_warps'], 'warp')}"

@@ -101,6 +101,7 @@ JOBS = [
     (100, make_sum("rms", 1987, rounds_sum=False)),
     (90, make_gated("rms", 128)),
     (100, make_gated("layer", 1024)),
+    *((90, make_gated("layer", cols, after=False)) for cols in (1024, 8192)),  # 16 elements of 168 registers, held
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
     (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),

@@ -9,7 +9,8 @@ import column_sums
 import pytest
 from cases import BF16, FP32, make_case
 from column_sums import Sums
-from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of
+from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of, tiles_read
+from planning import make_gated
 
 from fusednorm.planner.legality import MAX_RING_ROWS
 
@@ -53,6 +54,13 @@ def test_what_is_compiled_ahead_is_what_a_launch_looks_up(workers):
 @pytest.mark.parametrize("sums", [Sums(65536, 512), Sums(20000, 64), Sums(70, 131, 5)], ids=str)
 def test_what_a_column_sum_loads_is_what_it_launches(workers, sums):
     assert workers.submit(column_sums.loads, sums, 90).result() == workers.submit(column_sums.builds, sums, 90).result()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_gated_backward_reads_a_tile_once_where_registers_hold_it(workers, after):
+    problem = make_gated("layer", 1024, after=after)
+    plans = "Pipelined(2,1024,1,2,4,3,168,0,1,1,0,0,1)", "Pipelined(2,1024,1,2,4,5,96,0,1,1,0,0,1)"
+    assert [workers.submit(tiles_read, problem, plan, H200).result() for plan in plans] == [3, 6]
 
 
 FORM = """

@@ -102,6 +102,7 @@ def test_what_follows_from_a_plan_is_what_its_kernels_are_launched_with(problem,
     if "prefetches_statistics" in said:
         assert kernel.tile.prefetches_statistics == said["prefetches_statistics"]
         assert kernel.tile.in_pairs == said["widens_in_pairs"]
+        assert kernel.tile.reads_once == said["reads_once"]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

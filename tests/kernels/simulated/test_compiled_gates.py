@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gated import PIPELINED, PORTABLE, SPECIALIZED
+from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED, Gated
 from simulator.host import simulated
 
 import fusednorm
+from fusednorm.planner.budget import reads_once
 from fusednorm.planner.choice import choose
+from fusednorm.planner.plan import from_text
 
 IN_BOTH_WAYS = PIPELINED[:3]
 BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED[3:], "warp_specialized": SPECIALIZED}
@@ -54,3 +56,10 @@ def test_gates_come_by_the_ring_or_not_to_the_same_right_bits(gated):
     gated.check_backward(first)
     for one, same in zip(first, second, strict=True):
         assert one is same is None or torch.equal(one, same)
+
+
+@pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
+def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
+    gated, plan = Gated("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
+    assert reads_once(plan, gated.backward.problem)
+    gated.check_backward(outputs_of(gated.backward, 4, plan))
