@@ -162,11 +162,10 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
     elif reads_once(plan, problem):
         kind = " once"
-    least, added, caps = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
-    held = computed(plan, problem)
-    known = quantities(held, device) | _of_plan(plan, problem.cols) | {"folds": held is not problem}
+    held, known = computed(plan, problem), _of_plan(plan, problem.cols)
+    least, added, caps = _bounds_of(f"{plan.kernel} {problem.direction}{kind}", held, device, held is not problem)
     need = max(_sum(least, known), _sum(added, known))
-    capped = [cap for cap, factors in caps if cap < need and _sum([(1, factors)], known)]
+    capped = [cap for cap, case in caps if cap < need and _sum(case, known)]
     return _round_up(round(min([need, *capped]), 6), REGISTER_STEP)
 
 
@@ -199,6 +198,19 @@ def _bounds() -> dict[str, list[Terms]]:
     """Of each kernel, from data/registers.json: the least registers, terms, and caps."""
     parts = "least", "terms", "caps"
     return {name: [terms(bound.get(each, {})) for each in parts] for name, bound in limits.read("registers").items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _bounds_of(name: str, held: NormProblem, device: DeviceSpec, folds: bool) -> tuple[Terms, Terms, list[tuple]]:
+    """Those of a kernel whose quantities are a plan's alone: a plan is one of many for a problem."""
+    known = quantities(held, device) | {"folds": folds}
+
+    def of_plans(terms: Terms) -> Terms:
+        values = [(_sum([(value, [each for each in of if each[0] in known])], known), of) for value, of in terms]
+        return [(value, [each for each in of if each[0] not in known]) for value, of in values if value]
+
+    least, added, caps = _bounds()[name]
+    return of_plans(least), of_plans(added), [(cap, of_plans([(1, case)])) for cap, case in caps]
 
 
 def terms(known: dict[str, float]) -> Terms:
