@@ -136,6 +136,7 @@ class Zoo:
 
     def __init__(self, task: Task):
         self.task, self.spec = task, task.spec
+        torch.backends.cuda.enable_cudnn_sdp(self.spec.cudnn_attention)  # a model has a process of its own
         self.stock = self.spec.build(task.device, torch.bfloat16)
         torch.manual_seed(1)
         self.batches = [self.spec.inputs(self.spec, task.device) for _ in range(2)]

@@ -80,6 +80,7 @@ class Model:
     length: int = 4096  # tokens of a sample
     last_norms: tuple[str, ...] = ("model.norm",)
     attention: str = "sdpa"
+    cudnn_attention: bool = True  # whether torch may choose it
     reduced: str = ""  # what is smaller than in the whole model besides layers and vocabulary, and why
     alone: bool = False  # compiles for minutes, or needs most of the memory
     inputs: Callable[[Model, str], Batch] = field(default=lambda model, device: tokens_of(model, device))
@@ -297,6 +298,7 @@ MODELS: dict[str, Model] = {
               "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6), "length": 16},
         sizes={"num_layers": 1, "joint_attention_dim": 4096, "in_channels": 64, "pooled_projection_dim": 768},
         reduced="one double and two single blocks where the whole model has 19 and 38; the last norm is kept",
+        cudnn_attention=False,  # its backward fails at these shapes in torch 2.11
     ),
     "wan": Model(
         "Wan 2.1 14B", "WanTransformer3DModel", "", 40, layers_name="num_layers", last_norms=("norm_out",),
