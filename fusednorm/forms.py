@@ -26,16 +26,17 @@ class Step(NamedTuple):
     rows_in: int = 0  # tensors of x's shape that it reads
     rows_out: int = 0  # and that it writes
     reads_u: bool = False  # whether its gradients need u, and so weight and bias
+    activates: bool = False  # whether it takes an activation of a gate
 
 
 COMBINE = {  # the sum is an output: the next residual
     "": Step(),
     "add": Step(rows_in=1, rows_out=1),
-    "gate": Step(rows_in=1),
+    "gate": Step(rows_in=1, activates=True),
     "add_gated": Step(rows_in=1, rows_out=1),
     "summands": Step(),  # of a backward: h is a sum, of which each summand gets the gradient in its own dtype
 }
-FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True)}
+FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True, activates=True)}
 ACTIVATIONS = "silu", "sigmoid"  # of a gate
 MODULATE = "", "one_plus", "identity", "tanh"  # the factors that a scale may stand for; the first is no modulation
 
@@ -70,6 +71,10 @@ class FormSpec(NamedTuple):
     @property
     def reads_u(self) -> bool:
         return FINISH[self.finish].reads_u or bool(self.modulate)
+
+    @property
+    def activates(self) -> bool:
+        return COMBINE[self.combine].activates or FINISH[self.finish].activates
 
     @property
     def late(self) -> tuple[str, ...]:

@@ -557,7 +557,7 @@ def form_of(spec) -> Form:
         round_x_hat=as_x if spec.rounds_x_hat else in_full,
         scale=times,
         upstream=times,
-        activation=ACTIVATIONS[spec.activation] if "gate" in (spec.combine, spec.finish) else None,
+        activation=ACTIVATIONS[spec.activation] if spec.activates else None,
         weight_offset=spec.weight_offset,
         **COMBINE[spec.combine],
         **FINISH[spec.finish],

@@ -78,7 +78,7 @@ def appended_to(custom_pass):
 
 
 class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be traced again
-    """The marks of norms by hand of which no op of ours runs a part."""
+    """Norms by hand stay with Inductor. `marks` names them."""
 
     def __init__(self, marks: set[str]) -> None:
         super().__init__(marks)

@@ -53,15 +53,14 @@ def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProble
 
 
 def reads_once(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether the plan's threads hold what dx takes of a tile instead of reading the tile twice: in a backward with a
-    gate, of which they would make the sigmoid twice, where 16-bit rows leave that many instructions for each byte."""
+    """Whether the plan's threads hold what dx takes of a tile instead of reading the tile twice: in a backward with
+    an activation, which they would compute twice, where 16-bit rows leave that many instructions for each byte."""
     if problem.is_forward or not isinstance(plan, PipelinedPlan):
         return False
-    gated = "gate" in (problem.form.combine, problem.form.finish)
     elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
     most = next(number for registers, number in limits.elements_read_once if plan.max_registers <= (registers or 255))
     itemsizes = map(_bytes, (problem.x_dtype, problem.grad_dtype, *problem.rows_in))
-    return gated and elements <= most and max(itemsizes) == 2
+    return problem.form.activates and elements <= most and max(itemsizes) == 2
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:

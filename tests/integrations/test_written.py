@@ -252,11 +252,13 @@ def test_norms_that_share_slices_of_one_table_have_its_gradient(slices, is_wrong
     assert len(joined) == (0 if is_wrong or slices == "index" else 2), "a sum that writes into another's memory"
 
 
-def test_sums_over_few_rows_stay_concatenated(monkeypatch):
+@pytest.mark.parametrize(("mode", "joined"), [(False, 2), (True, 0)])
+def test_sums_over_few_rows_stay_concatenated_unless_inductor_may_fuse_any(mode, joined, monkeypatch):
     monkeypatch.setattr(gathering, "IS_WRONG", True)
+    monkeypatch.setattr(config.triton, "mix_order_reduction_non_strict_mode", mode)
     traced = trace(shares_slices)
     traced(torch.randn(2, 6, COLS), torch.randn(1, 2, COLS, requires_grad=True)).sum().backward()
-    assert len(calls(traced.backward, "aten.cat")) == 2
+    assert len(calls(traced.backward, "aten.cat")) == joined
 
 
 def test_what_is_concatenated_but_no_sum_stays_so(monkeypatch):
