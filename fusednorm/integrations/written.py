@@ -93,8 +93,10 @@ def _copied(graph: Graph) -> Graph:
 
 
 def _make_ops(model: GraphModule, marked: list[tuple[str, Written]]) -> None:
+    made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
     for mark, norm in marked:
-        arguments = norm.x, [_value(norm.x).shape[-1]], norm.weight, None, norm.eps
+        x = made.get(norm.x, norm.x)
+        arguments = x, [_value(x).shape[-1]], norm.weight, None, norm.eps
         with model.graph.inserting_after(norm.y):
             op = model.graph.call_function(
                 getattr(TORCH_OPS, f"{norm.norm}_norm_fwd_affine").default, arguments, norm.settings
@@ -104,6 +106,7 @@ def _make_ops(model: GraphModule, marked: list[tuple[str, Written]]) -> None:
         op.meta = {name: each for name, each in norm.y.meta.items() if name != "example_value"}
         op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (mark, op.target)]
         norm.y.replace_all_uses_with(y)
+        made[norm.y] = y
         y.meta = dict(norm.y.meta)
         _erase(norm.y)
     model.recompile()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import operator
 import re
 import types
 
@@ -270,6 +271,17 @@ def test_what_is_concatenated_but_no_sum_stays_so(monkeypatch):
     traced = trace(lambda x, weight: torch.cat([llama(x, weight), x.sin()], dim=1))
     traced(*operands()).sum().backward()
     assert calls(traced.forward, "aten.cat")
+
+
+def test_a_norm_of_a_norm_is_found_too():
+    def model(x, weight):
+        return llama(once(x, weight), weight)
+
+    given, dy = operands(FP32, FP32), torch.randn(2, 6, COLS)
+    traced = trace(model)
+    for got, want in zip(grads_of(traced, given, dy), grads_of(model, given, dy), strict=True):
+        torch.testing.assert_close(got, want)
+    assert sum(node.target == operator.getitem for node in traced.backward.graph.nodes) == 4, "dx and dweight of two"
 
 
 def test_graphs_on_both_sides_of_a_break_have_theirs():
