@@ -16,6 +16,7 @@ from planning import ARCHITECTURES, make_problem, meta_call
 
 from fusednorm.host import gpus
 from fusednorm.planner import budget
+from fusednorm.planner.candidates import to_survey
 from fusednorm.planner.choice import best_plan, choices
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
@@ -29,9 +30,11 @@ ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}  # their grids do
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """The plans for few rows and for many, and the best plan of every variant that can run."""
+    """The plans for few rows and for many, the best plan of every variant that can run, and one that tune alone tries.
+    """
     plans = [plan for _, plan in choices(problem, device) if not isinstance(plan, ReferencePlan)]
     plans += [plan for variant in VARIANTS[:-1] if (plan := best_plan(variant, problem, device))]
+    plans += itertools.islice(to_survey(problem, device), 1)
     yield from dict.fromkeys(plans)
 
 

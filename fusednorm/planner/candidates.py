@@ -38,7 +38,8 @@ OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep ri
 
 class Frame(NamedTuple):
     """Warps of a CTA and CTAs on an SM. A tile has at most most_rows rows, and a thread more than `least` and at most
-    `most` of its elements. A ring also has stages, and limits of how many CTAs share a row."""
+    `most` of its elements. A ring also has stages, limits of how many CTAs share a row, and whether those of a forward
+    live long."""
 
     num_warps: int
     ctas_per_sm: int
@@ -48,6 +49,7 @@ class Frame(NamedTuple):
     least_cluster: int = 1
     most_cluster: int = CLUSTERS[-1]
     stages: int = 2
+    lives_long: bool = False
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         plan = _warp_specialized(problem, device)
         return (plan,) if plan else ()
     if variant == "pipelined":
-        found = [] if are_better_in_registers(problem, device) else list(_rings(problem, device))
+        found = [] if are_better_in_registers(problem, device) else list(_rings("ring", problem, device))
         plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
         if plans or any(plan.kernel == "multi_wave" for plan in candidates("multi_wave", problem, device)):
             return plans
@@ -137,10 +139,20 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
     if variant == "warp_specialized":
         return _warp_specialized(problem, device, good=False)
-    families = list(_rings(problem, device)) if variant == "pipelined" else []
+    families = list(_rings("ring", problem, device)) if variant == "pipelined" else []
     shallow = [family._replace(num_stages=1) for family in families]
     plans = (plan_of(family, problem, device, good=False) for family in families + shallow)
     return next((plan for plan in plans if plan), None)
+
+
+def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
+    """Rings of norms that activate a gate, for `tune` alone: a table may have them, but the model, which does not know
+    what a gate takes, must not choose one. Parameters are in registers where these suffice."""
+    no_ring = broken_rule("pipelined", problem, 1, device) or are_better_in_registers(problem, device)
+    if problem.form.activates and problem.writes_rows and not no_ring:
+        families = _rings("gated ring", problem, device)
+        found = (_at_one_of((False, True), family, problem, device) for family in families)
+        yield from filter(None, found)
 
 
 def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
@@ -152,6 +164,11 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
     many = columns > limits.most_columns_with_weight[problem.direction]
     one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
     places = (True, False) if many and not one_row and not _holds_wide(problem) else (False, True)
+    return _at_one_of(places, family, problem, device)
+
+
+def _at_one_of(places: tuple[bool, ...], family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+    """The ring of a family whose weight is at the first place where it fits: in shared memory, or not."""
     plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
     return next((plan for plan in plans if plan), None)
 
@@ -159,22 +176,26 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
 # --- Families ---
 
 
-def _rings(problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+def _rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
     """Rings of several rows, or of more columns than three stages have room for, have two stages. CTAs of a forward
     that holds wide rows live long: they load these once, which are more bytes than a row of x. Their rings of x alone
-    are as deep as their frames say, and so are those of backwards by sample, unless CTAs share a row."""
+    are as deep as their frames say, and so are those of backwards by sample, unless CTAs share a row. A short row has
+    no cluster unless its frame has no other."""
     holds_wide = _holds_wide(problem)
     short_lived = problem.is_forward and not holds_wide
-    for frame, cluster in itertools.product(frames("ring", problem), cluster_sizes(problem, device)):
+    for frame, cluster in itertools.product(frames(kind, problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
-        if not fits or (cluster > 1 and problem.cols <= limits.least_columns_of_cluster):
+        wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
+        if not fits or (cluster > 1 and not wide):
             continue
         warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
             deep = not problem.rows_in and (holds_wide or (problem.by_sample > 0 and cluster == 1))
+            deep |= frame.lives_long
             short = rows == 1 and problem.cols <= few * warps
             stages = frame.stages if short or deep else min(2, frame.stages)
-            yield Family("pipelined", rows, warps, ctas, cluster, stages, short_lived and ctas > 1)
+            waves = short_lived and ctas > 1 and not frame.lives_long
+            yield Family("pipelined", rows, warps, ctas, cluster, stages, waves)
 
 
 def _kinds_in_registers(problem: NormProblem) -> list[str]:

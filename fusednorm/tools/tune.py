@@ -30,7 +30,7 @@ import torch
 from ..host import gpus
 from ..host.fallback import BuildFailed
 from ..planner import choice, limits, table
-from ..planner.candidates import Family, candidates
+from ..planner.candidates import Family, candidates, to_survey
 from ..planner.device import DeviceSpec, named
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
@@ -119,8 +119,8 @@ def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
-    plans = (plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device))
-    return tuple(itertools.islice(plans, MOST_CANDIDATES))
+    plans = [plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device)]
+    return tuple(itertools.islice(dict.fromkeys([*plans, *to_survey(problem, device)]), MOST_CANDIDATES))
 
 
 # --- Measuring ---

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import example
 from hypothesis import strategies as st
-from planning import given, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
+from planning import given, make_gated, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
 
 from fusednorm.planner import budget, legality, limits
-from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
+from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, to_survey, ways_to_copy
 from fusednorm.planner.choice import (
     HOPPER,
     best_plan,
@@ -366,6 +366,26 @@ def test_rings_of_forwards_load_modulations_wider_than_x_once_for_a_cta_that_liv
 def test_rings_of_backwards_by_sample_keep_three_stages_where_their_tiles_have_several_rows(cols):
     plans = candidates("pipelined", make_modulated(cols=cols, direction="backward"), H200)
     assert any(plan.rows_per_tile > 1 for plan in plans) and all(plan.num_stages == 3 for plan in plans)
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("cols", [128, 1024, 3072, 4096, 8192, 12288])
+def test_tune_alone_tries_gated_forwards_whose_ctas_live_long(cols, after):
+    """Each loads weight and bias once, and converts them once. The model knows nothing of that."""
+    problem = make_gated("layer", cols, direction="forward", after=after)
+    long_lived = [plan for plan in to_survey(problem, H200) if not plan.short_lived]
+    assert any(plan.num_stages == 3 and not plan.weight_in_smem for plan in long_lived)
+    assert {*long_lived} & {*plans_of(problem, H200)}
+    assert not {*long_lived} & {plan for variant in VARIANTS for plan in candidates(variant, problem, H200)}
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("cols", [1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384])
+def test_tune_tries_gated_backwards_of_several_ctas_that_read_a_tile_once(norm, cols):
+    """Of 3072 and 4096 columns by two CTAs a row, though no plain norm of so few columns has a cluster."""
+    problem = make_gated(norm, cols)
+    once = [plan for plan in plans_of(problem, H200) if budget.reads_once(plan, problem) and plan.ctas_per_sm > 1]
+    assert once and any(plan.cluster > 1 for plan in once) == (cols > 2048)
 
 
 @given(PROBLEMS, DEVICES)

@@ -63,3 +63,10 @@ def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
     gated, plan = Gated("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
     assert reads_once(plan, gated.backward.problem)
     gated.check_backward(outputs_of(gated.backward, 4, plan))
+
+
+@pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
+def test_ctas_that_live_long_refill_their_rings_of_rows_and_gates(form):
+    """Seven tiles of a CTA by three stages, with weight and bias in registers."""
+    gated, plan = Gated("layer", form, 41, 512), from_text("Pipelined(2,512,1,3,4,3,168,0,1,1,0,0,1)")
+    gated.check_forward(outputs_of(gated.forward, 1, plan))
