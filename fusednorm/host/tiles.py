@@ -10,7 +10,7 @@ import torch
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
-from ..planner import budget, derived
+from ..planner import derived
 from ..planner.norm_problem import DTYPE_NAMES, NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
@@ -80,6 +80,7 @@ def log2_divisor(call: ForwardCall | BackwardCall) -> int:
 
 @functools.cache
 def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
+    rules = derived.of_ring(plan, problem)
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,
@@ -94,9 +95,9 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         threads_per_row=plan.threads_per_row,
         whole=plan.is_whole(problem.cols),
         weight_in_smem=plan.weight_in_smem,
-        prefetches_statistics=derived.prefetches_statistics(plan, problem),
-        reads_once=budget.reads_once(plan, problem),
-        in_pairs=derived.widens_in_pairs(plan, problem),
+        prefetches_statistics=rules["prefetches_statistics"],
+        reads_once=rules["reads_once"],
+        in_pairs=rules["widens_in_pairs"],
         **more,
     )
 

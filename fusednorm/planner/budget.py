@@ -8,15 +8,11 @@ data/registers.json has its coefficients, and bench/NOTES.md the builds behind t
 from __future__ import annotations
 
 import functools
-import operator
-import re
-from collections.abc import Callable
-
-import torch
+from typing import Any, NamedTuple
 
 from . import limits
-from .device import OLDEST_TRITON, DeviceSpec
-from .norm_problem import NormProblem
+from .device import DeviceSpec
+from .norm_problem import NormProblem, bytes_of
 from .plan import BY_COLUMNS, MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 
 WARP_SIZE = 32
@@ -52,15 +48,12 @@ def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProble
     return problem if problem.is_forward and plan.short_lived else problem.inside
 
 
-def reads_once(plan: RingPlan, problem: NormProblem) -> bool:
+def reads_once(plan: Plan, problem: NormProblem) -> bool:
     """Whether the plan's threads hold what dx takes of a tile instead of reading the tile twice: in a backward with
     an activation, which they would compute twice, where 16-bit rows leave that many instructions for each byte."""
-    if problem.is_forward or not isinstance(plan, PipelinedPlan):
+    if not isinstance(plan, RingPlan):
         return False
-    elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)
-    most = next(number for registers, number in limits.elements_read_once if plan.max_registers <= (registers or 255))
-    itemsizes = map(_bytes, (problem.x_dtype, problem.grad_dtype, *problem.rows_in))
-    return problem.form.activates and elements <= most and max(itemsizes) == 2
+    return limits.value_of(limits.reads_once, problem.quantities | of_plan(plan, problem.cols))
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
@@ -68,13 +61,13 @@ def shared_bytes(plan: Plan, problem: NormProblem) -> int:
     if isinstance(plan, RingPlan):
         return static_bytes(plan) + _ring_bytes(plan, problem)
     if plan.kernel == "column_ring":  # the final reduction over warps reuses the tiles' memory
-        itemsizes = _bytes(problem.grad_dtype), problem.wants_dw * problem.x_dtype.itemsize
+        itemsizes = bytes_of(problem.grad_dtype), problem.wants_dw * problem.x_dtype.itemsize
         elements = plan.num_stages * plan.rows_per_tile * plan.chunk
         return elements * sum(itemsizes) + (1 + problem.wants_dw) * _round_up(8 * plan.num_stages, 16)
     # Triton's reductions and layout changes take up to 8 numbers per thread, of the widest type of the problem.
     num_warps = plan.num_warps if plan.kernel == "multi_wave" else max(plan.num_warps, plan.row_pass_warps)
     dtypes = problem.acc_dtype, problem.weight_dtype, problem.bias_dtype, problem.grad_dtype
-    return 8 * max(map(_bytes, dtypes)) * WARP_SIZE * num_warps
+    return 8 * max(map(bytes_of, dtypes)) * WARP_SIZE * num_warps
 
 
 def static_bytes(plan: RingPlan) -> int:
@@ -92,8 +85,8 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     held = computed(plan, problem)
     parameters = [held.weight_dtype, held.bias_dtype if held.reads_bias else None, *held.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
-    ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(_bytes, tensors))
-    ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(_bytes, parameters))
+    ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(bytes_of, tensors))
+    ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(bytes_of, parameters))
     rows, warps, threads = _round_up(ring, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
     # The warps of a row exchange up to three float32 per row (moments whose means have what they lack beside them:
     # passes.row_moments), in buffers that some releases size for all CTAs.
@@ -156,99 +149,44 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     cap replaces a larger sum where the compiler was seen to recompute values instead of holding them."""
     if plan.kernel in BY_COLUMNS:
         return plan.max_registers
-    kind = ""
+    held, kind = computed(plan, problem), ""
+    known = held.quantities | vars(device) | of_plan(plan, problem.cols) | {"folds": held is not problem}
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
-    elif reads_once(plan, problem):
+    elif limits.value_of(limits.reads_once, known):
         kind = " once"
-    held, known = computed(plan, problem), _of_plan(plan, problem.cols)
-    least, added, caps = _bounds_of(f"{plan.kernel} {problem.direction}{kind}", held, device, held is not problem)
-    need = max(_sum(least, known), _sum(added, known))
-    capped = [cap for cap, case in caps if cap < need and _sum(case, known)]
+    bound = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
+    need = limits.value_of(bound.need, known)
+    capped = [cap for cap, case in bound.caps.items() if cap < need and limits.value_of(case, known)]
     return _round_up(round(min([need, *capped]), 6), REGISTER_STEP)
 
 
-# A factor of a term is a quantity, or whether it is above (>) or below (<) a number, or what it has above one (-).
-SIGNS = {"": lambda x, _: x, ">": operator.gt, "<": operator.lt, "-": lambda x, number: max(0, x - number)}
+class Bound(NamedTuple):
+    """Expressions of data/registers.json for a kernel."""
 
-
-Factor = tuple[str, Callable[[float, float], float], float]  # quantity, sign, number
-Terms = list[tuple[float, list[Factor]]]
-
-
-def _sum(terms: Terms, known: dict[str, float]) -> float:
-    total = 0.0
-    for value, factors in terms:
-        for quantity, sign, number in factors:
-            value *= sign(known[quantity], number)
-            if not value:
-                break
-        total += value
-    return total
-
-
-def first_of(cases: Terms, known: dict[str, float]) -> float:
-    """The number of the first case that holds; an empty one does."""
-    return next(number for number, factors in cases if _sum([(1, factors)], known))
+    need: str
+    caps: dict[int, str]  # and when each holds
 
 
 @functools.cache
-def _bounds() -> dict[str, list[Terms]]:
-    """Of each kernel, from data/registers.json: the least registers, terms, and caps."""
-    parts = "least", "terms", "caps"
-    return {name: [terms(bound.get(each, {})) for each in parts] for name, bound in limits.read("registers").items()}
+def _bounds() -> dict[str, Bound]:
+    def sum_of(terms: dict[str, float]) -> str:
+        return " + ".join(f"{number} * {product}" for product, number in terms.items())
+
+    return {
+        name: Bound(
+            f"max({sum_of(bound.get('least', {'1': 0}))}, {sum_of(bound['terms'])})",
+            {int(cap): " or ".join(cases) for cap, cases in bound.get("caps", {}).items()},
+        )
+        for name, bound in limits.read("registers").items()
+    }
 
 
-@functools.lru_cache(maxsize=4096)
-def _bounds_of(name: str, held: NormProblem, device: DeviceSpec, folds: bool) -> tuple[Terms, Terms, list[tuple]]:
-    """Those of a kernel whose quantities are a plan's alone: a plan is one of many for a problem."""
-    known = quantities(held, device) | {"folds": folds}
-
-    def of_plans(terms: Terms) -> Terms:
-        values = [(_sum([(value, [each for each in of if each[0] in known])], known), of) for value, of in terms]
-        return [(value, [each for each in of if each[0] not in known]) for value, of in values if value]
-
-    least, added, caps = _bounds()[name]
-    return of_plans(least), of_plans(added), [(cap, of_plans([(1, case)])) for cap, case in caps]
-
-
-def terms(known: dict[str, float]) -> Terms:
-    """From a data file."""
-
-    def read(text: str) -> Factor:
-        quantity, sign, number = re.fullmatch(r"(\w+)(\W?)(\d*)", text).groups()
-        return quantity, SIGNS[sign], float(number or 0)
-
-    return [(number, [*map(read, text.split())]) for text, number in known.items()]
-
-
-@functools.lru_cache(maxsize=4096)
-def quantities(problem: NormProblem, device: DeviceSpec) -> dict[str, float]:
-    """The names by which terms and cases ask for what a problem has: those of its fields, and others."""
-    x, grad, residual = map(_bytes, (problem.x_dtype, problem.grad_dtype, problem.residual_dtype))
-    weight, bias = map(_bytes, (problem.weight_dtype, problem.bias_dtype))
-    parameters = [each for each in (weight, bias) if each]
-    rows = dict(zip(problem.names_in, problem.rows_in, strict=True)) if problem.names_in else {}
-    # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16 for
-    # the end of a row that is not odd.
-    return vars(problem) | dict(
-        forward=problem.is_forward, arch=device.arch, later=device.triton > OLDEST_TRITON,
-        layer=problem.norm == "layer", odd=problem.cols % 16 != 0, accumulators=problem.acc_dtype.itemsize // 4,
-        x_bytes=x, grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=problem.held_bytes,
-        narrow=max(x, grad, *parameters, 2) == 2 and not (problem.rows_in or problem.shared),
-        weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
-        parameter_bytes=problem.parameter_bytes, reads_bias=problem.reads_bias,
-        rows_in=len(problem.rows_in), bytes_in=sum(map(_bytes, problem.rows_in)),
-        late_bytes=sum(rows[name].itemsize for name in problem.form.late if name in rows),
-        moved=len(problem.rows_in + problem.rows_out), rows_or_shared=len(problem.rows_in + problem.shared) > 0,
-        shared_rows=len(problem.shared), shared_bytes=sum(map(_bytes, problem.shared)),
-        sums=problem.num_sums, summed=len(problem.summed) > 0,
-    )  # fmt: skip
-
-
-def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
+def of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, Any]:
+    """The names by which data files ask for what a plan has, beside those of its fields."""
     rows, threads = plan.rows_per_tile, WARP_SIZE * plan.num_warps
-    known = vars(plan) | {"elements": (elements := rows * plan.chunk * plan.num_chunks / threads)}  # of a thread
+    elements = rows * plan.chunk * plan.num_chunks / threads  # of a thread
+    known = vars(plan) | {"kernel": plan.kernel, "elements": elements}
     if not isinstance(plan, RingPlan):
         return known | dict(rows=rows, columns=elements / rows, chunk_elements=elements / plan.num_chunks)
     threads = plan.threads_per_row
@@ -256,10 +194,6 @@ def _of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, float]:
         rows=plan.rows_per_thread, columns=plan.columns_per_thread, chunk_columns=plan.chunk / threads,
         threads=threads, copies=plan.num_copies, whole=plan.is_whole(cols),
     )  # fmt: skip
-
-
-def _bytes(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else dtype.itemsize
 
 
 def _round_up(value: float, step: int) -> int:

@@ -333,16 +333,11 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
     return plan
 
 
-@functools.cache
-def _column_tiles() -> dict[str, budget.Terms]:
-    return {name: budget.terms(cases) for name, cases in limits.column_tiles.items()}
-
-
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
     whole = 1 << max(4, (problem.cols - 1).bit_length())
-    chunk, known = min(limits.column_tile, whole), budget.quantities(problem, device)
-    shape = {name: budget.first_of(cases, known) for name, cases in _column_tiles().items()}
+    chunk, known = min(limits.column_tile, whole), problem.quantities | vars(device)
+    shape = {name: limits.value_of(of, known) for name, of in limits.column_tiles.items()}
     shape["row_pass_chunk"] = min(shape["row_pass_chunk"], whole)
     plan = ColumnTilePlan(limits.column_tile // chunk, chunk, **shape)
     room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)
@@ -377,8 +372,7 @@ def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
     are wide for eight CTAs have one of 16."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
-    largest = next(size for most, size in limits.largest_cluster if most is None or device.sm_margin <= most)
-    most = min(largest, 16 if problem.cols * problem.x_dtype.itemsize > limits.most_bytes_of_eight else 8)
+    most = limits.value_of(limits.largest_cluster, problem.quantities | vars(device))
     return tuple(size for size in CLUSTERS if size <= most)
 
 

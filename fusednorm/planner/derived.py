@@ -7,13 +7,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
-
 from . import limits
-from .budget import WARP_SIZE, reads_once, register_limit
-from .device import OLDEST_TRITON, DeviceSpec
+from .budget import WARP_SIZE, of_plan, register_limit
+from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import ColumnTilePlan, PipelinedPlan, Plan, RingPlan
+from .plan import ColumnTilePlan, Plan, RingPlan
 
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
@@ -38,40 +36,25 @@ def may_be_dependent(device: DeviceSpec) -> bool:
     return device.arch >= OLDEST_DEPENDENT_ARCH
 
 
-def prefetches_statistics(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether a thread can hold the next tile's statistics while it adds up the current tile. LayerNorm with 128
-    registers and many columns lacks the two registers for them."""
-    return problem.norm == "rms" or plan.max_registers > 128 or plan.columns_per_thread <= limits.columns_to_prefetch
-
-
-def widens_in_pairs(plan: RingPlan, problem: NormProblem) -> bool:
-    """Whether bfloat16 values become float32 two at a time (rowmath.widen): in LayerNorm's backward with many columns
-    for a thread, or in a cluster of CTAs with more than four warps. An SM then has no other work to fill its waits, so
-    the number of instructions sets the time. With 128 registers, 32 columns would spill if the row ends within a
-    chunk."""
-    if problem.norm == "rms" or problem.is_forward or problem.x_dtype != torch.bfloat16:
-        return False
-    columns, shared = plan.columns_per_thread, plan.cluster > 1 and plan.num_warps > limits.warps_in_pairs
-    pays = isinstance(plan, PipelinedPlan) and (shared or columns > limits.columns_in_pairs)
-    fits = plan.max_registers > 128 or columns <= limits.columns_in_pairs_of_128_registers
-    return pays and (fits or plan.is_whole(problem.cols))
+def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
+    """Whether a thread holds the next tile's statistics while it adds up the current tile; whether bfloat16 values
+    become float32 two at a time (rowmath.widen); and whether a tile is read once (budget.reads_once)."""
+    known = problem.quantities | of_plan(plan, problem.cols)
+    names = "prefetches_statistics", "widens_in_pairs", "reads_once"
+    return {name: limits.value_of(getattr(limits, name), known) for name in names}
 
 
 def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
-    """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. It takes too few, and
-    spills, for elements of 4 bytes or more at some widths that are no multiples of 16. `divisor` is the largest power
-    of two, up to 16, that divides the columns and all row strides."""
-    return limits.row_pass_registers if 1 < divisor < 16 and problem.x_dtype.itemsize >= 4 else None
+    """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. `divisor` is the largest
+    power of two, up to 16, that divides the columns and all row strides."""
+    return limits.value_of(limits.row_pass_registers, problem.quantities | {"divisor": divisor})
 
 
 def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
-    """Those of a backward. The compiler spills with 16-bit x and a float64 weight. The oldest Triton keeps to the
-    registers that let all CTAs of an SM be resident; later releases may take more."""
-    if problem.x_dtype.itemsize == 2 and problem.weight_dtype == torch.float64:
-        return limits.column_pass_registers
-    if device.triton == OLDEST_TRITON:
-        return None
-    return register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
+    """Those of a backward. The oldest Triton keeps to the registers that let all CTAs of an SM be resident; later
+    releases may take more."""
+    limit = register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
+    return limits.value_of(limits.column_pass_registers, problem.quantities | vars(device) | {"limit": limit})
 
 
 def copied_tile(cols: int) -> tuple[int, int]:
@@ -84,8 +67,7 @@ def derived(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, A
     """All of this that a call has, by name."""
     found: dict[str, Any] = {}
     if isinstance(plan, RingPlan):
-        found |= {"prefetches_statistics": prefetches_statistics(plan, problem)}
-        found |= {"widens_in_pairs": widens_in_pairs(plan, problem), "reads_once": reads_once(plan, problem)}
+        found |= of_ring(plan, problem)
     elif plan.kernel == "column_tiles":
         of_forward = row_pass_registers(problem, math.gcd(problem.cols, 16))
         of_backward = column_pass_registers(plan, problem, device)

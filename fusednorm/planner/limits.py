@@ -1,17 +1,30 @@
 """Numbers that were measured, published or estimated: limits.NAME. data/limits.json has each, with its unit and its
-reason."""
+reason. One that depends on a problem, a device or a plan is an expression; `value_of` asks for it."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
+BUILTINS = {"__builtins__": {"max": max, "min": min}}
 
 
 def read(name: str) -> Any:
     return json.loads((DATA / f"{name}.json").read_text())
+
+
+@functools.cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "data", "eval")
+
+
+def value_of(expression: str, known: dict[str, Any]) -> Any:
+    """Of a Python expression of this package's data, in which names stand for quantities."""
+    return eval(_compiled(expression), BUILTINS, known)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -144,10 +145,36 @@ class NormProblem:
         """Bytes of each column of weight and bias."""
         return sum(dtype.itemsize for dtype in (self.weight_dtype, self.bias_dtype) if dtype is not None)
 
+    @cached_property
+    def quantities(self) -> dict[str, Any]:
+        """The names by which data files ask for what a problem has: those of its fields, and others."""
+        own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
+        x, grad, residual, weight, bias = map(bytes_of, own)
+        parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
+        late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
+        # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
+        # for the end of a row that is not odd.
+        return vars(self) | dict(
+            forward=self.is_forward, layer=self.norm == "layer", odd=self.cols % 16 != 0, activates=self.form.activates,
+            accumulators=self.acc_dtype.itemsize // 4, bfloat16=self.x_dtype == torch.bfloat16,
+            x_bytes=x, grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=self.held_bytes,
+            widest=max(x, grad, *map(bytes_of, self.rows_in)), narrow=max(x, grad, *parameters, 2) == 2 and not others,
+            weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
+            parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,
+            rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
+            moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,
+            shared_rows=len(self.shared), shared_bytes=sum(map(bytes_of, self.shared)),
+            sums=self.num_sums, summed=len(self.summed) > 0,
+        )  # fmt: skip
+
     @property
     def wants_any(self) -> bool:
         """Whether the call has an output of those that every kernel has."""
         return self.writes_rows or self.wants_dw or self.wants_db
+
+
+def bytes_of(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else dtype.itemsize
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
