@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from time import monotonic
@@ -48,12 +49,14 @@ Sizes = tuple[int, ...]
 
 
 class Case(NamedTuple):
-    """A norm with its neighbours, called with tensors of these shapes, each of which gets a gradient."""
+    """A norm with its neighbours, called with tensors of these shapes, each of which gets a gradient, but for the last
+    ones, the tables of a rotation."""
 
     run: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
+    tables: int = 0
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -81,6 +84,14 @@ def packed_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tenso
     return rms(q, of_q), rms(k, of_k), v
 
 
+def rotated_heads(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def turn(x: Tensor) -> Tensor:
+        a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    return turn(rms(q, of_q).transpose(1, 2)), turn(rms(k, of_k).transpose(1, 2))
+
+
 CASES: dict[str, Case] = {
     "one_plus_weight": Case(
         lambda x, weight: rms(x, 1 + weight), lambda s: [s, s[-1:]], (16384, 4096), (16, 32)
@@ -94,6 +105,10 @@ CASES: dict[str, Case] = {
         lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32)
     ),
     "packed_heads": Case(packed_heads, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)),
+    "rotated_heads": Case(
+        rotated_heads, lambda s: [s, (*s[:2], s[2] // 4, s[3]), s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2],
+        (4, 4096, 32, 128), (2, 6, 4, 32), tables=2,
+    ),
     "modulated_layer": Case(
         lambda x, scale, shift: layer(x) * (1 + scale) + shift,
         lambda s: [s, (s[0], 1, s[2]), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32),
@@ -115,8 +130,9 @@ def make(name: str, device: str, tiny: bool = False) -> Made:
     torch.manual_seed(0)
     case = CASES[name]
     shapes = case.shapes(case.tiny if tiny else case.sizes)
-    inputs = [torch.randn(shape, device=device, dtype=BF16).requires_grad_() for shape in shapes]
-    return Made(lambda *given: _tuple(case.run(*given)), inputs, inputs)
+    inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
+    leaves = [each.requires_grad_() for each in inputs[: len(inputs) - case.tables]]
+    return Made(lambda *given: _tuple(case.run(*given)), inputs, leaves)
 
 
 def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -140,14 +156,16 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     made = make(name, device, tiny)
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
+    if CASES[name].tables:
+        backends["rotary"] = partial(inductor.compile_graph, options={"rotary": True})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     found, norms = {}, {}
     for way, run in ways.items():
         inductor.report(clear=True)
         found[way] = gradients(run, made, grads)
         norms[way] = [line.replace(f"{ROOT}/", "") for line in str(inductor.report()).splitlines()]
-    wide = [each.detach().double().requires_grad_() for each in made.inputs]
-    exact = gradients(made.run, Made(made.run, wide, wide), [each.double() for each in grads])
+    wide = [each.detach().double().requires_grad_(each.requires_grad) for each in made.inputs]
+    exact = gradients(made.run, Made(made.run, wide, wide[: len(made.leaves)]), [each.double() for each in grads])
     far = {way: errors(each, exact) for way, each in found.items()}
     calls = {way: lambda run=run: gradients(run, made, grads) for way, run in ways.items()}
     times, graph = time(calls, rounds) if rounds else ({}, False)

@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
-from fusednorm.integrations import folding, routing, written
+from fusednorm.integrations import folding, rewriting, routing
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, stock: bool = False, **compile_options) -> Traced:
-    """The model compiled, as one graph by default, with what enable_inductor() does to graphs, but without code
-    generation. stock: with what Inductor does by itself."""
-    traced = Traced()
-    traced.model = torch.compile(model, backend=backend_of(traced, stock), **({"fullgraph": True} | compile_options))
+def trace(model: Callable, stock: bool = False, rotary: bool = False, **compile_options) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor(rotary=rotary) does to graphs, but without
+    code generation. stock: with what Inductor does by itself."""
+    traced, options = Traced(), {"fullgraph": True} | compile_options
+    traced.model = torch.compile(model, backend=backend_of(traced, stock, rotary), **options)
     return traced
 
 
-def backend_of(traced: Traced, stock: bool = False) -> Callable:
+def backend_of(traced: Traced, stock: bool = False, rotary: bool = False) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -83,7 +83,7 @@ def backend_of(traced: Traced, stock: bool = False) -> Callable:
         if stock:
             return compile(graph, inputs)
         with routing.decompositions_replaced():
-            return written.compiled(graph, lambda: compile(graph, inputs))
+            return rewriting.compiled(graph, lambda: compile(graph, inputs), rotary)
 
     return backend
 

@@ -122,8 +122,8 @@ def _compiled(model: nn.Module, batch: Batch) -> Way:
     return Way(model, compiled(model, stock_backend()))
 
 
-def _enable_inductor(model: nn.Module, batch: Batch) -> Way:
-    return _under_inductor(Way(model, model))
+def _enable_inductor(model: nn.Module, batch: Batch, rotary: bool = False) -> Way:
+    return _under_inductor(Way(model, model), rotary)
 
 
 def _patched_compiled(model: nn.Module, batch: Batch) -> Way:
@@ -136,13 +136,13 @@ def _patched_enable_inductor(model: nn.Module, batch: Batch) -> Way:
     return _under_inductor(_patch_model(model, batch))
 
 
-def _under_inductor(way: Way) -> Way:
-    """What enable_inductor() does, for this model alone."""
+def _under_inductor(way: Way, rotary: bool = False) -> Way:
+    """What enable_inductor(rotary=rotary) does, for this model alone."""
     from fusednorm.integrations import inductor
 
     notes = way.norms
     inductor.report(clear=True)
-    way.call = compiled(way.model, inductor.compile_graph)
+    way.call = compiled(way.model, partial(inductor.compile_graph, options={"rotary": rotary}))
     way.report = lambda: [*notes, *(f"{count} x {entry}" for entry, count in inductor.report().items())]
     return way
 
@@ -159,6 +159,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled patch_model": _patched_compiled,
     "compiled both": _patched_enable_inductor,
     "eager patch_model rotary": partial(_patch_model, rotary=True),
+    "compiled enable_inductor rotary": partial(_enable_inductor, rotary=True),
 }
 
 

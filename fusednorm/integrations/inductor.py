@@ -2,7 +2,7 @@
 
 `enable_inductor()` wraps Inductor's entry point. For the duration of a compilation, and in its thread only, the wrapper
 
-- makes ops of norms that the model has written by hand (written.py);
+- makes ops of norms that the model has written by hand (rewriting.py);
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
 - adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after the user's
   own passes (folding.py);
@@ -26,7 +26,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 
 from .. import __version__
-from . import folding, routing, written
+from . import folding, rewriting, routing
 from .routing import Entry, Report, report
 
 __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_inductor", "report"]
@@ -42,6 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
+_rotary = False  # enable_inductor's, the last one given
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
@@ -50,23 +51,27 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm and norms written by hand, all of CUDA
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, except for very wide rows.
+
+    With rotary=True, norms of q and k and the rotation (RoPE) by halves that follows both become one op in both
+    directions, head_norm_fwd and head_norm_bwd.
+
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
-    it twice has no further effect. Graphs compiled before stay as they are until torch._dynamo.reset().
+    it again has no effect but on `rotary`. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self) -> None:
-        self._was_enabled = _stock_compile_fx is not None
-        _enable()
+    def __init__(self, *, rotary: bool = False) -> None:
+        self._was_enabled, self._was_rotary = _stock_compile_fx is not None, _rotary
+        _enable(rotary)
 
     def __enter__(self) -> enable_inductor:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
-            _enable()
+            _enable(self._was_rotary)
         else:
             disable_inductor()
 
@@ -81,48 +86,53 @@ def disable_inductor() -> None:
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
     """The backend of torch.compile(model, backend="fusednorm"): for this model alone, Inductor as under
-    enable_inductor(). mode and options are those that torch.compile takes for Inductor.
+    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"] is
+    enable_inductor's.
     """
-    settings = _Settings(mode or "default", options, None).config
-    compile_fx = _routed(_stock_compile_fx or inductor.compile_fx)
+    given = dict(options or {})
+    rotary = given.pop("rotary", False)
+    settings = _Settings(mode or "default", given, None).config
+    compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: rotary)
     with config.patch(settings):
         return compile_fx(graph, inputs, config.patch(settings)(inductor.compile_fx_inner))
 
 
-def _enable() -> None:
-    global _stock_compile_fx
+def _enable(rotary: bool) -> None:
+    global _stock_compile_fx, _rotary
+    _rotary = rotary
     if _stock_compile_fx is None:
         _stock_compile_fx = inductor.compile_fx
-        inductor.compile_fx = _routed(_stock_compile_fx)
+        inductor.compile_fx = _routed(_stock_compile_fx, lambda: _rotary)
 
 
-def _routed(compile_fx: Callable[..., Any]) -> Callable[..., Any]:
+def _routed(compile_fx: Callable[..., Any], is_rotary: Callable[[], bool] = lambda: False) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
+        rotary = is_rotary()
         routing.note_rms_norms_elsewhere(model_)
-        inner_compile = _compiling()(inner_compile or inductor.compile_fx_inner)
+        inner_compile = _compiling(rotary)(inner_compile or inductor.compile_fx_inner)
         with (
-            _tagged(),
+            _tagged(rotary),
             routing.decompositions_replaced(),
             config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass)),
         ):
-            return written.compiled(
-                model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
+            return rewriting.compiled(
+                model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs), rotary
             )
 
     return routed
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def _compiling(rotary: bool) -> Iterator[None]:
     """The state for compiling a traced graph. A backward may be compiled long after tracing, on autograd's thread."""
-    with _tagged(), routing.decompositions_restored():
+    with _tagged(rotary), routing.decompositions_restored():
         yield
 
 
-def _tagged() -> contextlib.AbstractContextManager:
-    tag = torch.compiler.config.cache_key_tag
-    return torch.compiler.config.patch(cache_key_tag=tag if _tag() in tag else tag + _tag())
+def _tagged(rotary: bool) -> contextlib.AbstractContextManager:
+    tag, own = torch.compiler.config.cache_key_tag, f"{_tag()}-{int(rotary)}"
+    return torch.compiler.config.patch(cache_key_tag=tag if own in tag else tag + own)
 
 
 @functools.cache

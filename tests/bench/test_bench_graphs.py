@@ -22,15 +22,26 @@ cpu_as_cuda = tracing.cpu_as_cuda
 def without_code_generation(monkeypatch, cpu_as_cuda):
     """Inductor would take minutes."""
     stock = torch._dynamo.lookup_backend("aot_eager")
+
+    def compile_graph(graph, inputs, options=None):
+        return backend_of(Traced(), **(options or {}))(graph, inputs)
+
     for module in (graphs, ways):
         monkeypatch.setattr(module, "stock_backend", lambda: lambda graph, inputs: stock(graph, inputs))
-    monkeypatch.setattr(inductor, "compile_graph", lambda graph, inputs: backend_of(Traced())(graph, inputs))
+    monkeypatch.setattr(inductor, "compile_graph", compile_graph)
 
 
 def test_a_case_is_compiled_in_both_ways(without_code_generation):
     records = graphs.measure("packed_heads", "cpu", rounds=0, tiny=True)
     assert [each["way"] for each in records] == ["stock", "ours"] and not any(each["is_worse"] for each in records)
     assert 'File "bench/graphs.py", line' in records[1]["norms"][-1], "a place within the clone"
+
+
+def test_a_rotation_is_compiled_in_a_way_of_its_own(without_code_generation):
+    records = graphs.measure("rotated_heads", "cpu", rounds=0, tiny=True)
+    ways = {each["way"]: " ".join(each["norms"]) for each in records}
+    assert [*ways] == ["stock", "ours", "rotary"] and not any(each["is_worse"] for each in records)
+    assert "rotated" in ways["rotary"] and "rotated" not in ways["ours"]
 
 
 def test_a_model_of_the_zoo_is_compiled_in_both_ways(without_code_generation, tmp_path):

@@ -335,3 +335,37 @@ def test_a_table_of_scales_has_its_gradient_and_a_norm_by_hand_our_op_in_every_m
             assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
     (entry,) = (entry for entry in inductor.report() if entry.form and entry.direction == "backward")
     assert entry.taken and entry.form == "weight_offset=1.0" and entry.norm == "rms"
+
+
+def rotated_heads(q, k, of_q, of_k, cos, sin):
+    """As transformers' Qwen3 has them."""
+
+    def of(x, weight):
+        h = x.to(FP32) * torch.rsqrt(x.to(FP32).pow(2).mean(-1, keepdim=True) + 1e-6)
+        y = (weight * h.to(x.dtype)).transpose(1, 2)
+        a, b = y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]
+        return y * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
+
+    return of(q, of_q), of(k, of_k)
+
+
+def test_norms_of_q_and_k_and_their_rotation_are_one_op_if_asked_for():
+    torch.manual_seed(0)
+    shapes = (2, 300, 8, 128), (2, 300, 2, 128), (128,), (128,)
+    leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
+    angles = torch.randn(2, 300, 64, device="cuda").repeat(1, 1, 2)
+    tables = [angles.cos().to(BF16), angles.sin().to(BF16)]
+
+    def results(call, leaves, tables):
+        y = call(*leaves, *tables)
+        torch.manual_seed(1)
+        dy = [torch.randn(each.shape, device="cuda").to(each.dtype) for each in y]
+        return [*y, *torch.autograd.grad(y, leaves, dy)]
+
+    with fusednorm.enable_inductor(rotary=True):
+        got, codes = run_and_get_code(lambda: results(torch.compile(rotated_heads, fullgraph=True), leaves, tables))
+    assert ops_in(codes) == {"head_norm_fwd": 1, "head_norm_bwd": 1}
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    exact = results(rotated_heads, wide, [each.double() for each in tables])
+    for ours, theirs, want in zip(got, results(rotated_heads, leaves, tables), exact, strict=True):
+        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)

@@ -1,0 +1,111 @@
+"""Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py, rotations.py).
+
+A norm with a rotation behind it becomes an op together with its partner. The forward of any other norm becomes
+Inductor's code again (routing.py). Its backward is one op, too, and stays ours where it pays. Where it does not, the
+norm is traced again as the model wrote it.
+
+Norms without a rotation are taken if x is contiguous: an op returns contiguous rows, which others than the written ones
+may not be.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Callable, Container
+from typing import Any, TypeVar
+
+from torch.fx import Graph, GraphModule, Node
+
+from ..namespace import TORCH_OPS
+from . import rotations, routing
+from .folding import LeftToInductor
+from .rotations import Pair
+from .routing import MARK
+from .written import Written, find, find_built_in, kind_of, value_of
+
+Result = TypeVar("Result")
+
+
+def compiled(model: Any, compile: Callable[[], Result], rotary: bool = False) -> Result:
+    """What `compile` makes of the model, in whose graphs ops replace the norms that pay and, with `rotary`, those of q
+    and k that a rotation follows.
+
+    What Inductor fuses, and what it keeps in memory, depends on how a gradient is written. So the gradient of a norm
+    that stays with Inductor has to be that of the model's own code (bench/NOTES.md, "integrations/written.py").
+    """
+    left: set[str] = set()
+    while True:
+        with routing.noting() as forget:
+            before = make_ops(model, left, rotary)
+            try:
+                return compile()
+            except LeftToInductor as norms:
+                left |= norms.marks
+                forget(but=norms.marks)
+        for each, graph in before.items():
+            each.graph = graph
+
+
+def make_ops(model: Any, left: Container[str] = (), rotary: bool = False) -> dict[GraphModule, Graph]:
+    """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
+    there before."""
+    before, marks = {}, (f"{MARK}{number}" for number in itertools.count())
+    for each in model.modules() if hasattr(model, "modules") else ():
+        if isinstance(each, GraphModule):
+            nodes = each.graph.nodes
+            found = [norm for node in nodes if kind_of(node) in ("rsqrt", "pow") and (norm := find(node))]
+            built_in = [norm for node in nodes if rotary and (norm := find_built_in(node))]
+            pairs = [*rotations.pairs_of(sorted([*found, *built_in], key=lambda norm: norm.y))] if rotary else []
+            rotated = {of.norm.y for pair in pairs for of in pair.both}
+            marked = [
+                (mark, norm) for norm, mark in zip(found, marks, strict=False)
+                if mark not in left and norm.y not in rotated and value_of(norm.x).is_contiguous()
+            ]  # fmt: skip
+            if marked or pairs:
+                before[each] = _copied(each.graph)
+                _make_ops(each, marked, pairs)
+    return before
+
+
+def _copied(graph: Graph) -> Graph:
+    """With what Dynamo keeps on the nodes beside their meta."""
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        for name in vars(old).keys() - vars(new).keys():
+            setattr(new, name, getattr(old, name))
+    return copied
+
+
+def _make_ops(model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair]) -> None:
+    made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
+    for pair in pairs:
+        rotations.make_op(model.graph, pair, made)
+        for each in pair.both:
+            _erase(each.y)
+    for mark, norm in marked:
+        x = made.get(norm.x, norm.x)
+        arguments = x, [value_of(x).shape[-1]], norm.weight, None, norm.eps
+        with model.graph.inserting_after(norm.y):
+            op = model.graph.call_function(
+                getattr(TORCH_OPS, f"{norm.norm}_norm_fwd_affine").default, arguments, norm.settings
+            )
+        with model.graph.inserting_after(op):
+            y = model.graph.call_function(operator.getitem, (op, 0))
+        op.meta = {name: each for name, each in norm.y.meta.items() if name != "example_value"}
+        op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (mark, op.target)]
+        norm.y.replace_all_uses_with(y)
+        made[norm.y] = y
+        y.meta = dict(norm.y.meta)
+        _erase(norm.y)
+    model.recompile()
+
+
+def _erase(node: Node) -> None:
+    """The node, if nothing uses it, and what is then without use. Other code may be there for its side effects."""
+    if not node.users and kind_of(node):
+        inputs = node.all_input_nodes
+        node.graph.erase_node(node)
+        for each in inputs:
+            _erase(each)

@@ -1,0 +1,228 @@
+"""Finds rotations (RoPE) of q and k behind their norms in Dynamo's graph, and makes one op of norms and rotations.
+
+    y * cos + cat([-b, a], -1) * sin        a, b the halves of y, which is a norm's result
+    cat([that, rest], -1)                   where y is a norm's first columns and rest are the others
+
+The op, head_norm_fwd, has one launch for both norms and their rotations, and its backward has one, too. Inductor makes
+kernels for each of the two tensors, and reads the gradient of such a concatenation more than once.
+
+Taken are q and k of four dims whose norms are of one formula and whose rotations have the same tables, which need no
+gradient. The op returns contiguous tensors, and so does the model's code, but for dims 1 and 2, which may be swapped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
+
+from ..heads.call import HeadProblem
+from ..heads.plan import choose
+from ..heads.problem import Heads, Settings, validate
+from ..host import gpus
+from ..namespace import TORCH_OPS
+from ..operands import OPS, WAYS
+from ..planner.plan import ReferencePlan
+from . import routing
+from .written import Written, kind_of, other_factor, terms_of, value_of
+
+REASON = "one launch for q, k and their rotations"
+
+
+class Rotated(NamedTuple):
+    """A norm and the rotation behind it, to `y`."""
+
+    norm: Written
+    y: Node
+    cos: Node
+    sin: Node
+    is_swapped: bool  # dims 1 and 2 of y are x's swapped
+    orders: tuple[bool, ...]  # whether y is contiguous with these dims swapped: both, if one of them has one element
+
+    @property
+    def settings(self) -> Settings:
+        of_form = {name: each for name, each in self.norm.settings.items() if name in Settings._fields}
+        return Settings(layer=self.norm.norm == "layer", **of_form)
+
+
+class Pair(NamedTuple):
+    """q and k, or k and q."""
+
+    first: Rotated
+    second: Rotated
+    y_is_swapped: bool  # y is the op's output with dims 1 and 2 swapped
+
+    @property
+    def both(self) -> tuple[Rotated, Rotated]:
+        return self[:2]
+
+    @property
+    def x_is_swapped(self) -> bool:
+        """Whether x is the op's input with these dims swapped."""
+        return self.y_is_swapped != self.first.is_swapped
+
+    @property
+    def last(self) -> Node:
+        return max(each.y for each in self.both)
+
+
+def pairs_of(norms: Iterable[Written]) -> Iterator[Pair]:
+    """Those of q and k that the op takes."""
+    before = None
+    for each in filter(None, map(_find, norms)):
+        orders = [order for order in each.orders if before and order in before.orders]
+        if orders and _is_taken(pair := Pair(before, each, orders[0])):
+            yield pair
+            before = None
+        else:
+            before = each
+
+
+def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
+    """Replace both, and add what replaces them to `made`, which has what replaces results of norms before."""
+    first, last = pair.first, pair.last
+
+    def call(function: Any, *arguments: Any, **named: Any) -> Node:
+        node = graph.call_function(function, arguments, named)
+        node.meta = {name: each for name, each in last.meta.items() if name != "example_value"}
+        return node
+
+    def swap(node: Node, if_: bool) -> Node:
+        return call(torch.transpose, node, 1, 2) if if_ else node
+
+    with graph.inserting_before(last):
+        inputs = [swap(made.get(each.norm.x, each.norm.x), pair.x_is_swapped) for each in pair.both]
+        tables = [swap(each, pair.y_is_swapped) for each in (first.cos, first.sin)]
+        weights, biases = ([getattr(each.norm, name) for each in pair.both] for name in ("weight", "bias"))
+        operands = inputs, weights, biases, *tables, first.norm.eps
+        op = call(TORCH_OPS.head_norm_fwd.default, *operands, **first.settings._asdict())
+        outputs = [swap(call(operator.getitem, op, at), pair.y_is_swapped) for at in range(len(pair.both))]
+    for each, output in zip(pair.both, outputs, strict=True):
+        each.y.replace_all_uses_with(output)
+        output.meta = dict(each.y.meta)
+        made[each.y] = output
+        for way in WAYS.values():
+            op = OPS[f"{each.norm.norm}_norm_{way}"]
+            routing.note(op, value_of(each.norm.x), True, REASON, each.norm.y.meta, "rotated")
+
+
+def _find(norm: Written) -> Rotated | None:
+    """The rotation behind a norm."""
+    x, y, is_swapped = value_of(norm.x), norm.y, False
+    while _is_swap(user := _only_user(y)):
+        y, is_swapped = user, not is_swapped
+    found = x.dim() == 4 and (_turned(y) or _turned_in_part(y))
+    if not found:
+        return None
+    y, cos, sin = found
+    user = _only_user(y)
+    if kind_of(user) == "cast" and value_of(user).dtype == x.dtype:
+        y = user
+    orders = tuple(order for order in (False, True) if _swapped(value_of(y), order).is_contiguous())
+    return Rotated(norm, y, cos, sin, is_swapped, orders)
+
+
+def _turned(y: Node) -> tuple[Node, Node, Node] | None:
+    """The rotation of all columns: (result, cos, sin)."""
+    cols = value_of(y).shape[-1]
+    parts = {_columns(user): user for user in y.users}
+    first, second, product = parts.get((0, cols // 2)), parts.get((cols // 2, cols)), parts.get(None)
+    negative = _only_user(second)
+    turned = _only_user(negative)
+    if len(y.users) != 3 or kind_of(negative) != "neg" or not _joins(turned, negative, first):
+        return None
+    turned_product, result = _only_user(turned), _only_user(product)
+    tables = other_factor(y, product), other_factor(turned, turned_product)
+    summands = terms_of(result, "add") or ()
+    is_sum = {*summands} == {product, turned_product} and _only_user(turned_product) is result
+    return (result, *tables) if is_sum and all(isinstance(each, Node) for each in tables) else None
+
+
+def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
+    """The rotation of the first columns, which the rest follows: (result, cos, sin)."""
+    parts = {_columns(user): user for user in y.users}
+    if len(y.users) != 2 or len(parts) != 2 or None in parts:
+        return None
+    (start, end), (after, stop) = sorted(parts)
+    found = _turned(parts[start, end])
+    if (start, after, stop) != (0, end, value_of(y).shape[-1]) or not found:
+        return None
+    turned, *tables = found
+    rest = parts[after, stop]
+    result = _only_user(rest)
+    return (result, *tables) if result is _only_user(turned) and _joins(result, turned, rest) else None
+
+
+def _is_taken(pair: Pair) -> bool:
+    first, second = pair.both
+    if (first.settings, first.norm.eps, first.is_swapped) != (second.settings, second.norm.eps, second.is_swapped):
+        return False
+    if V.aot_compilation or not all(map(_is_same_call, first[2:4], second[2:4])):
+        return False
+    if not all(pair.last < user for each in pair.both for user in each.y.users):
+        return False
+    xs, weights, biases = ([value_of(getattr(each.norm, of)) for each in pair.both] for of in ("x", "weight", "bias"))
+    inputs = [_swapped(x, pair.x_is_swapped) for x in xs]
+    tables = [_swapped(value_of(each), pair.y_is_swapped) for each in (first.cos, first.sin)]
+    heads = Heads(inputs, weights, biases, *tables, first.norm.eps, first.settings)
+    try:
+        validate("head_norm_fwd", heads)
+    except RuntimeError:
+        return False
+    dtypes = [(heads.output_dtype(at), value_of(each.y).dtype) for at, each in enumerate(pair.both)]
+    return all({*both} == {x.dtype} for both, x in zip(dtypes, xs, strict=True)) and _has_kernel(heads)
+
+
+def _has_kernel(heads: Heads) -> bool:
+    x = heads.inputs[0]
+    if x.device.type != "cuda":
+        return True
+    problem = HeadProblem(
+        "forward", 2, heads.cols, x.dtype, x.dtype, None, None, heads.settings, turned=heads.rotary_dim
+    )
+    return not isinstance(choose(problem, gpus.spec_of(x.device)), ReferencePlan)
+
+
+def _swapped(tensor: Tensor, if_: bool) -> Tensor:
+    return tensor.transpose(1, 2) if if_ else tensor
+
+
+def _is_same_call(one: Node, other: Node) -> bool:
+    """Whether they are one node, or equal views of one."""
+    is_view = kind_of(one) in ("getitem", "unsqueeze")
+    return one is other or is_view and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
+
+
+def _only_user(node: Node | None) -> Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def _is_swap(node: Node | None) -> bool:
+    """Whether it swaps dims 1 and 2 of four."""
+    is_call = kind_of(node) == "transpose" and not node.kwargs
+    return is_call and {dim % 4 for dim in node.args[1:]} == {1, 2} and value_of(node).dim() == 4
+
+
+def _columns(node: Node) -> tuple[int, int] | None:
+    """(first, end) of the columns that a slice has, of all rows."""
+    if kind_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+        return None
+    *others, last = node.args[1]
+    cols = value_of(node.args[0]).shape[-1]
+    if others != [...] or not isinstance(last, slice) or last.step not in (None, 1):
+        return None
+    is_known = all(each is None or isinstance(each, int) for each in (last.start, last.stop))
+    return last.indices(cols)[:2] if is_known else None
+
+
+def _joins(node: Node | None, *parts: Node | None) -> bool:
+    """Whether the node has the columns of one part, then those of the next."""
+    if node is None or kind_of(node) != "cat":
+        return False
+    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
+    return tuple(given["tensors"]) == parts and given.get("dim", 0) in (-1, 3)

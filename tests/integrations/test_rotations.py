@@ -1,0 +1,294 @@
+"""Norms of q and k and the rotation behind them, in the graphs of torch.compile: found as one op, with the same
+results."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import hf_models
+import pytest
+import torch
+from cases import BF16, FP32, FP64
+from test_inductor import nothing_is_left  # noqa: F401
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn import functional as F
+from tracing import calls, cpu_as_cuda, trace  # noqa: F401
+
+import fusednorm
+from bench.graphs import errors
+from fusednorm.integrations import inductor
+
+pytestmark = pytest.mark.usefixtures("cpu_as_cuda", "nothing_is_left")
+D, EPS = 32, 1e-6
+
+
+def rms(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * h.to(x.dtype)
+
+
+def one_plus_weight(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return (h * (1.0 + weight.float())).type_as(x)
+
+
+def layer(x, weight):
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return (weight.float() * h).to(x.dtype)
+
+
+def of_torch(x, weight):
+    return F.rms_norm(x, (D,), weight, EPS)
+
+
+def layer_of_torch(x, weight):
+    return F.layer_norm(x, (D,), weight, weight, EPS)
+
+
+NORMS = [rms, one_plus_weight, layer, of_torch, layer_of_torch]
+
+
+def rotate_half(x):
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-b, a), dim=-1)
+
+
+def turn(x, cos, sin):
+    return (x * cos) + (rotate_half(x) * sin)
+
+
+def turn_in_part(x, cos, sin):
+    size = cos.shape[-1]
+    return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
+
+
+def attention(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind", each=False):
+    """What is rotated is [B, S, H, D] if nothing swaps, else [B, H, S, D]."""
+    behind, before = (lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("behind", "before"))
+    dim = 2 if swaps == "never" else 1
+    q, k = behind(norm(before(q), of_q)), behind(norm(before(k), of_k))
+    tables = [[table.unsqueeze(dim) for table in (cos, sin)] for _ in range(1 + each)]
+    return turn(q, *tables[0]).to(q.dtype), turn(k, *tables[-1]).to(k.dtype)
+
+
+def operands(dtype=FP32, table_dtype=FP32, columns=D, batch=2, tokens=6, of_k=2):
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, tokens, heads, D).to(dtype).requires_grad_() for heads in (4, of_k))
+    weights = [torch.randn(D).to(dtype).requires_grad_() for _ in range(2)]
+    angles = torch.randn(batch, tokens, columns)
+    return [q, k, *weights, angles.cos().to(table_dtype), angles.sin().to(table_dtype)]
+
+
+def results(function, given):
+    """Of q and k, and all gradients."""
+    q, k = function(*given)
+    torch.manual_seed(1)
+    dys = [torch.randn(each.shape, dtype=each.dtype) for each in (q, k)]
+    leaves = [each for each in given if each.requires_grad]
+    return [q.detach(), k.detach(), *torch.autograd.grad((q, k), leaves, dys)]
+
+
+def joined(traced):
+    return len(calls(traced.forward, "fusednorm.head_norm_fwd")), len(calls(traced.backward, "fusednorm.head_norm_bwd"))
+
+
+@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
+    model, given = functools.partial(attention, norm=norm, swaps=swaps, each=swaps == "before"), operands()
+    traced = trace(model, rotary=True)
+    got, want = results(traced, given), results(model, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert [each.stride() for each in got[:2]] == [each.stride() for each in want[:2]]
+    assert joined(traced) == (1, 1)
+    assert not any(calls(graph, name) for graph in (traced.forward, traced.backward) for name in LEFT_OVERS)
+
+
+LEFT_OVERS = "aten.rsqrt", "aten.cat", "aten.mul.Tensor", "fusednorm.rms_norm_bwd", "fusednorm.layer_norm_bwd"
+
+
+CASES = [{"table_dtype": BF16}, {"batch": 1}, {"columns": 16}, {"columns": 16, "batch": 1, "table_dtype": BF16}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16_is_as_exact_as_it_was(case):
+    model = functools.partial(attention, turn=turn_in_part if case.get("columns") else turn)
+    given = operands(BF16, **case)
+    traced = trace(model, rotary=True)
+    got, stock = results(traced, given), results(model, given)
+    wide = [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given]
+    exact = results(model, wide)
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs
+    assert [each.dtype for each in got] == [each.dtype for each in stock] and joined(traced) == (1, 1)
+
+
+@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+def test_k_may_have_one_head(swaps):
+    model, given = functools.partial(attention, swaps=swaps), operands(of_k=1)
+    traced = trace(model, rotary=True)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def test_all_columns_may_be_rotated_in_part():
+    traced, given = trace(functools.partial(attention, turn=turn_in_part), rotary=True), operands()
+    for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def test_one_graph_serves_any_number_of_tokens():
+    traced = trace(attention, rotary=True)
+    for tokens in (6, 9, 5):
+        given = operands(tokens=tokens)
+        for each, dim in zip(given, (1, 1, None, None, 1, 1), strict=True):
+            if dim:
+                torch._dynamo.mark_dynamic(each, dim)
+        for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def test_slices_of_one_projection_are_read_in_place():
+    def of_slices(both, gated, *others):
+        return attention(gated.unflatten(-1, (4, 2 * D))[..., :D], both.unflatten(-1, (6, D))[:, :, 4:], *others)
+
+    _, _, *others = operands()
+    given = [torch.randn(2, 6, size * D).requires_grad_() for size in (6, 8)] + others
+    traced = trace(of_slices, rotary=True)
+    for ours, theirs in zip(results(traced, given), results(of_slices, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.clone")
+
+
+def test_a_norm_of_what_was_rotated_is_found_too():
+    def again(*given):
+        q, k = attention(*given)
+        return rms(q, given[2]), k
+
+    traced, given = trace(again, rotary=True), operands()
+    for ours, theirs in zip(results(traced, given), results(again, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def wrong_sign(x, cos, sin):
+    return x * cos - rotate_half(x) * sin
+
+
+def wrong_halves(x, cos, sin):
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    return x * cos + torch.cat((a, -b), dim=-1) * sin
+
+
+def scaled(x, cos, sin):
+    return torch.add(x * cos, rotate_half(x) * sin, alpha=2)
+
+
+def of_another(x, cos, sin):
+    return x * cos + rotate_half(x.sin()) * sin
+
+
+def used_elsewhere(x, cos, sin):
+    return turn(x, cos, sin) + x.mean()
+
+
+def unequal_parts(x, cos, sin):
+    return torch.cat([turn(x[..., :16], cos[..., :16], sin[..., :16]), x[..., 15:-1]], dim=-1)
+
+
+def trained(x, cos, sin):
+    return turn(x, cos, sin)
+
+
+OTHERS = [wrong_sign, wrong_halves, scaled, of_another, used_elsewhere, unequal_parts, trained]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
+def test_other_code_stays_as_it_is(other):
+    model, given = functools.partial(attention, turn=other), operands()
+    given[4].requires_grad_(other is trained)
+    traced = trace(model, rotary=True)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (0, 0)
+
+
+def tables_of_k(q, k, of_q, of_k, cos, sin):
+    tables = cos.unsqueeze(2), sin.unsqueeze(2)
+    return turn(rms(q, of_q), *tables), turn(rms(k, of_k), *(each * 2 for each in tables))
+
+
+def norm_of_k(q, k, of_q, of_k, cos, sin):
+    tables = cos.unsqueeze(2), sin.unsqueeze(2)
+    return turn(rms(q, of_q), *tables), turn(one_plus_weight(k, of_k), *tables)
+
+
+def k_of_q(q, k, of_q, of_k, cos, sin):
+    tables = cos.unsqueeze(2), sin.unsqueeze(2)
+    q = turn(rms(q, of_q), *tables)
+    return q, turn(rms(k * q.mean(), of_k), *tables)
+
+
+@pytest.mark.parametrize("model", [tables_of_k, norm_of_k, k_of_q], ids=lambda model: model.__name__)
+def test_unlike_ones_stay_apart(model):
+    traced, given = trace(model, rotary=True), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_models_of_transformers_train_as_before(name):
+    model, ids = hf_models.build(name, layers=2).to(BF16), hf_models.tokens()
+    exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
+    traced = trace(copy.copy(model), rotary=True)
+    ours = hf_models.loss_and_grads(model, ids, traced)
+    hf_models.assert_as_good_as_stock(ours, stock, exact, BF16)
+    assert joined(traced) == (2, 2)
+    found = {(entry.direction, entry.place): n for entry, n in inductor.report().items() if entry.form == "rotated"}
+    places = [f"model.layers.*.self_attn.{each}_norm" for each in "qk"]
+    assert found == {(way, place): 2 for way in ("forward", "backward") for place in places}
+
+
+@pytest.mark.parametrize("backend", ["inductor", "fusednorm"])
+def test_it_is_asked_for(backend, monkeypatch):
+    """All of Inductor but its code generation."""
+    seen = []
+
+    def run_the_graph(graph, inputs, **settings):
+        seen.append(len(calls(graph, "fusednorm.head_norm_fwd")) + len(calls(graph, "fusednorm.head_norm_bwd")))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(inductor.inductor, "compile_fx_inner", run_the_graph)
+
+    def run(rotary):
+        torch._dynamo.reset()
+        if backend == "fusednorm":
+            return results(torch.compile(attention, backend=backend, options={"rotary": rotary}), operands())
+        with fusednorm.enable_inductor(rotary=True), fusednorm.enable_inductor(rotary=rotary):
+            return results(torch.compile(attention), operands())
+
+    for ours, theirs in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert seen == [1, 1, 0, 0]
+
+
+def test_the_end_of_a_block_restores_what_was_asked_for():
+    def tag():
+        with inductor._tagged(inductor._rotary):
+            return torch.compiler.config.cache_key_tag
+
+    with fusednorm.enable_inductor():
+        plain = tag()
+        with fusednorm.enable_inductor(rotary=True):
+            assert tag() != plain, "caches keep graphs of both apart"
+        assert tag() == plain
