@@ -31,10 +31,10 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import fusednorm
+from fusednorm.heads import call as head_call
 from fusednorm.heads import functional, launch
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.call import HeadCall
-from fusednorm.heads.ops import both_ways
 from fusednorm.heads.problem import Packing
 from fusednorm.host import gpus, native, prepared
 from fusednorm.planner.device import DeviceSpec
@@ -235,8 +235,8 @@ def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
     parameters = {f"{of}_{name}": empty(case.cols)[0, 0] for name in names for of in "qk"}
     tables = None if case.rotary == "none" else (empty(case.turned), empty(case.turned))
     settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
-    heads = functional.operands(q, k, **parameters, rotary=tables, **settings)
-    return [each for call in both_ways(heads, packed, packing) for each in call.launches()]
+    forward = functional.operands(q, k, **parameters, rotary=tables, **settings)
+    return [each for way in head_call.both_ways(forward, packed, packing) for each in head_call.calls_of(way)]
 
 
 def compile_ahead(cases: list[HeadCase], device: DeviceSpec, options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,22 +35,30 @@ class Role(enum.Enum):
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
     MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
     COLUMNS = "a tensor of x's batch dims and columns of its own"
+    STRIDED = "a tensor of a shape and strides that all calls by a program have"
+    TABLE = "the same, of numbers that have no gradient"
     EPS = "a number"
+    INTEGER = "an integer"
+    BOOL = "a flag"
     DTYPE = "a float dtype"
     MASK = "a flag per output"
-    FORM = "the field of the op's FormSpec that has its name"
+    FORM = "the field of the op's form that has its name"
     FLAG = "whether this package wants something; no argument of an op"
 
     @property
     def is_tensor(self) -> bool:
-        return self in (
-            Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION, Role.COLUMNS
-        )  # fmt: skip
+        return self in TENSORS
 
     @property
     def is_by_name(self) -> bool:
         """Whether such an argument of an op is given by name alone."""
         return self in (Role.DTYPE, Role.FORM, Role.COUNT)
+
+
+TENSORS = (
+    *(Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION, Role.COLUMNS),
+    *(Role.STRIDED, Role.TABLE),
+)
 
 
 class Slot(NamedTuple):
@@ -63,6 +72,7 @@ class Slot(NamedTuple):
     gradient: str | None = None  # of a forward: the backward's output or operand that is its gradient, in its dtype
     needs: str | None = None  # another operand, without which it means nothing
     operand: str | None = None  # of a forward: the backward's operand that it is, if that has another name
+    argument: str | None = None  # what the op calls it, if not so; a list of tensors, if it calls several the same
 
     @property
     def has_default(self) -> bool:
@@ -76,7 +86,7 @@ class Output(NamedTuple):
     role: Role
     like: str = "x"  # the operand that it has the dtype of, and without which it is None
     dtype: str | None = None  # the operand that may give another dtype
-    gradient: str | None = None  # the backward's operand that takes its gradient; y's is grad_out
+    gradient: str | None = None  # the backward's operand that takes its gradient
     promoted: tuple[str, ...] = ()  # the operands whose dtypes are promoted with that of `like`
     promoted_if_rounded: tuple[str, ...] = ()  # these, too, and outputs, if the form rounds between its steps
     operand: str | None = None  # the backward's operand that it is, if that has another name
@@ -87,7 +97,7 @@ class Output(NamedTuple):
 class Op(NamedTuple):
     """An op. inputs are in the order of the schema, those given by name alone last. aten names the op of ATen with the
     same arguments. A suffix tells ops of one norm and direction apart; `backward` is that of a forward's backward, its
-    own by default. Kernels do not compute an op without a form."""
+    own by default. Kernels do not compute an op without a form. An op of lists returns a list of the wanted outputs."""
 
     norm: str
     direction: str
@@ -95,8 +105,9 @@ class Op(NamedTuple):
     outputs: tuple[Output, ...]
     aten: str | None = None
     suffix: str = ""
-    form: FormSpec | None = PLAIN
+    form: Any = PLAIN  # a FormSpec, or another value of which operands set fields
     backward: str | None = None
+    of_lists: bool = False
 
     @property
     def name(self) -> str:
@@ -105,6 +116,12 @@ class Op(NamedTuple):
     @property
     def arguments(self) -> list[Slot]:
         return [slot for slot in self.inputs if slot.role is not Role.FLAG]
+
+    @property
+    def lists(self) -> list[list[Slot]]:
+        """The arguments, each with the slots that it gives."""
+        by_name = itertools.groupby(self.arguments, lambda slot: slot.argument or slot.name)
+        return [list(slots) for _, slots in by_name]
 
     def slot(self, name: str | None) -> Slot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
@@ -128,7 +145,8 @@ DX_DTYPE, Y_DTYPE, RESIDUAL_DTYPE = (
 WEIGHT_OFFSET, ROUNDS_X_HAT, ROUNDS_SUM = (
     Slot(name, Role.FORM, default=getattr(PLAIN, name)) for name in ("weight_offset", "rounds_x_hat", "rounds_sum")
 )
-Y_, MEAN_, RSTD_ = Output("y", Role.ROWS), Output("mean", Role.STATISTIC), Output("rstd", Role.STATISTIC)
+Y_ = Output("y", Role.ROWS, gradient="grad_out")
+MEAN_, RSTD_ = Output("mean", Role.STATISTIC), Output("rstd", Role.STATISTIC)
 DX_ = Output("dx", Role.ROWS, dtype="dx_dtype")
 DWEIGHT_, DBIAS_ = (Output(f"d{name}", Role.PARAMETER, like=name) for name in ("weight", "bias"))
 
@@ -260,7 +278,7 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     slots, outputs  those of the ops together
     tensor_names    of the operands that are tensors, in their order
     op              the op's name
-    form            the op's FormSpec, with what the operands say of it
+    form            the op's form, with what the operands say of it
     tensors         the values of these
     rows            the tensors of x's shape that are read in place
     differentiable  the tensors that an output's values depend on
@@ -274,9 +292,11 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     rows = tuple(at for at in tensors if slots[at - 1].role is Role.ROWS)
     fields = tuple(at for at, slot in enumerate(slots, 1) if slot.role is Role.FORM)
     made.__module__, made.slots, made.direction = __name__, slots, direction
+    if "normalized_shape" not in made._fields:
+        made.normalized_shape = ()
     made.outputs = _together([op.outputs for op in ops], last.outputs if last else ())
     made.op = property(lambda self: self.norm + middle + self.suffix)
-    made.form = property(lambda self: _form(OPS[self.op].form, names_of_form, tuple([self[at] for at in fields])))
+    made.form = property(lambda self: _form(self.op, names_of_form, tuple([self[at] for at in fields])))
     names_of_form = tuple(made._fields[at] for at in fields)
     made.tensor_names = tuple(made._fields[at] for at in tensors)
     made.tensors = property(lambda self: tuple([self[at] for at in tensors]))
@@ -286,7 +306,8 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _form(form: FormSpec | None, names: tuple[str, ...], values: tuple) -> FormSpec | None:
+def _form(op: str, names: tuple[str, ...], values: tuple) -> Any:
+    form = TRANSLATIONS[op].op.form
     return form and form._replace(**dict(zip(names, values, strict=True)))
 
 
@@ -302,9 +323,11 @@ Operands = Any  # a value of one of these types, or of one that `add` made
 class Translation(NamedTuple):
     """Between an op's arguments and outputs and those of its operands' type, in terms that Dynamo can trace."""
 
+    op: Op
     type: Any
     template: dict[str, Any]  # the operands, in their order, with the defaults of the schema
     names: tuple[str, ...]  # of the arguments
+    lists: tuple[tuple[str, ...], ...]  # the operands that each argument is
     by_position: int  # arguments; the others are given by name
     sources: tuple[int, ...]  # which of the template's values or, behind these, of the arguments is each operand
     mask: int | None  # which operand is the output_mask
@@ -316,19 +339,24 @@ class Translation(NamedTuple):
 TRANSLATIONS: dict[str, Translation] = {}
 
 
-def add(op: Op) -> None:
-    """Add an op to the table. Its operands have a type of their own if the others of its direction lack one of them."""
+def add(op: Op, table: dict[str, Op] = OPS) -> None:
+    """Add an op to the table, or to that of other ops. Its operands have a type of their own if the others of its
+    direction lack one of them, and if it is of lists."""
     made = ForwardOperands if op.direction == FORWARD else BackwardOperands
-    if not ({each.name for each in op.inputs} <= set(made._fields) and set(op.outputs) <= set(made.outputs)):
+    if op.of_lists:
+        made = operands_type(f"Operands_of_{op.name}", [op])
+    elif not ({each.name for each in op.inputs} <= set(made._fields) and set(op.outputs) <= set(made.outputs)):
         made = operands_type(f"Operands_of_{op.name}", _plain(op.direction), op)
-    OPS[op.name] = op
+    table[op.name] = op
     names, fields = [slot.name for slot in op.arguments], made._fields
     outputs = [next((at for at, out in enumerate(op.outputs) if out.name == each.name), None) for each in made.outputs]
     TRANSLATIONS[op.name] = Translation(
+        op,
         made,
         made(op.norm, suffix=op.suffix, **{slot.name: op.default(slot) for slot in op.inputs})._asdict(),
-        tuple(names),
-        sum(not slot.role.is_by_name for slot in op.arguments),
+        tuple(slots[0].argument or slots[0].name for slots in op.lists),
+        tuple(tuple(slot.name for slot in slots) for slots in op.lists),
+        sum(not slots[0].role.is_by_name for slots in op.lists),
         tuple(len(fields) + names.index(name) if name in names else at for at, name in enumerate(fields)),
         fields.index("output_mask") if op.slot("output_mask") else None,
         tuple(outputs),
@@ -347,6 +375,8 @@ def operands_of(name: str, arguments: Sequence, named: dict[str, Any]) -> Operan
     if named or len(arguments) < len(by.names):
         given = by.template | dict(zip(by.names, arguments)) | named  # noqa: B905  the rest are defaults or named
         arguments = [given[each] for each in by.names]
+    if by.op.of_lists:
+        arguments = _apart(by, arguments)
     full = (*by.template.values(), *arguments)
     values = [full[at] for at in by.sources]
     if by.mask and by.absent:
@@ -355,6 +385,19 @@ def operands_of(name: str, arguments: Sequence, named: dict[str, Any]) -> Operan
             flags.insert(at, False)
         values[by.mask] = tuple(flags)
     return by.type(*values)
+
+
+def _apart(by: Translation, arguments: Sequence) -> list:
+    """The arguments with the tensors of a list one by one. Raises RuntimeError for a list of another length."""
+    found: list[Any] = []
+    for name, operands, given in zip(by.names, by.lists, arguments, strict=True):
+        if len(operands) == 1:
+            found.append(given)
+        elif len(operands) == len(given):
+            found += given
+        else:
+            raise RuntimeError(f"{by.op.name}: {name} must hold {len(operands)} tensors, got {len(given)}")
+    return found
 
 
 class Derivative(NamedTuple):
@@ -377,14 +420,14 @@ class Derivative(NamedTuple):
 
 @functools.cache
 def derivative_of(forward: str) -> Derivative:
-    of, op = TRANSLATIONS[forward].type, OPS[TRANSLATIONS[forward].backward]
-    backward = TRANSLATIONS[op.name].type
+    of, (op, backward, *_) = TRANSLATIONS[forward].type, TRANSLATIONS[TRANSLATIONS[forward].backward]
     slots = {slot.name: slot for slot in of.slots}
     names = [slots[name].operand or name for name in of.tensor_names]
     names += [output.operand or output.name for output in of.outputs[1:]]
     saved = {name: at for at, name in enumerate(names) if name in backward._fields}
     outputs = [output.name for output in backward.outputs]
-    gradients = [slots[name].gradient or outputs[at] for at, name in enumerate(of.tensor_names)]
+    own = dict(zip(of.tensor_names, outputs))  # noqa: B905  tables have no gradient
+    gradients = [slots[name].gradient or own.get(name, outputs[0]) for name in of.tensor_names]
     mask = [tuple(at for at, gradient in enumerate(gradients) if gradient == name) for name in outputs]
     behind = of.outputs[OWN_OUTPUTS:]
     return Derivative(
@@ -396,7 +439,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(at for at, output in enumerate(backward.outputs) if output.is_of_dx),
         tuple(output.name for output in backward.outputs if output.is_dx),
-        tuple(slot.name for slot in of.slots if slot.role is Role.FORM and slot.name in backward._fields),
+        tuple(slot.name for slot in of.slots if slot.role in (Role.FORM, Role.EPS) and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
     )
 
@@ -410,7 +453,11 @@ def backward_of(forward: str, **given: Any) -> Operands:
 def op_arguments(operands: Operands) -> tuple[tuple, dict[str, Any]]:
     """(arguments, named arguments) of the operands' op."""
     by = TRANSLATIONS[operands.op]
-    values = [op_mask(operands) if name == "output_mask" else getattr(operands, name) for name in by.names]
+    if by.op.of_lists:
+        lists = [[getattr(operands, name) for name in names] for names in by.lists]
+        values = [given if len(given) > 1 else given[0] for given in lists]
+    else:
+        values = [op_mask(operands) if name == "output_mask" else getattr(operands, name) for name in by.names]
     return tuple(values[: by.by_position]), dict(zip(by.names[by.by_position :], values[by.by_position :], strict=True))
 
 
@@ -432,8 +479,10 @@ def wanted_outputs(operands: Operands) -> list[bool]:
     ]
 
 
-def op_outputs(name: str, outputs: Outputs) -> tuple:
+def op_outputs(name: str, outputs: Outputs) -> Any:
     """The outputs that the op has."""
+    if TRANSLATIONS[name].op.of_lists:
+        return [each for each in outputs if each is not None]
     absent = TRANSLATIONS[name].absent
     return tuple([each for at, each in enumerate(outputs) if at not in absent] if absent else outputs)
 
@@ -453,4 +502,7 @@ def call_op(op: Callable[..., tuple], operands: Operands) -> Outputs:
     """All outputs by the operands' op, or by a function with the op's arguments and outputs."""
     arguments, named = op_arguments(operands)
     outputs = op(*arguments, **named)
+    if TRANSLATIONS[operands.op].op.of_lists:
+        left = iter(outputs)
+        return tuple([next(left) if wanted else None for wanted in wanted_outputs(operands)])
     return tuple([at if at is None else outputs[at] for at in TRANSLATIONS[operands.op].outputs])

@@ -102,23 +102,32 @@ from .problem.validation import validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-TYPES = {Role.SHAPE: "SymInt[]", Role.EPS: "float", Role.DTYPE: "ScalarType", Role.COUNT: "SymInt"}
+TYPES = {
+    **{Role.SHAPE: "SymInt[]", Role.EPS: "float", Role.DTYPE: "ScalarType", Role.COUNT: "SymInt"},
+    **{Role.INTEGER: "int", Role.BOOL: "bool"},
+}
 
 
 def schema_of(op: Op) -> str:
     """As torch.library takes it."""
 
-    def argument(slot: Slot) -> str:
-        kind = f"bool[{len(op.outputs)}]" if slot.role is Role.MASK else TYPES.get(slot.role, "Tensor")
-        kind = type(slot.default).__name__ if slot.role is Role.FORM else kind
+    def argument(slot: Slot, *others: Slot) -> str:
+        kind = TYPES.get(slot.role, "Tensor")
+        if slot.role is Role.MASK:
+            kind = f"bool[{len(op.outputs)}]" if slot.has_default else "bool[]"
+        elif slot.role is Role.FORM:
+            kind = "int" if slot.default is None else type(slot.default).__name__
         default = f'"{slot.default}"' if kind == "str" else op.default(slot)
-        return f"{kind}{'?' * slot.optional} {slot.name}" + f"={default}" * slot.has_default
+        has_default = slot.has_default and (slot.role.is_by_name or not op.of_lists)
+        name = f"{'?' * slot.optional}{'[]' * bool(others)} {slot.argument or slot.name}"
+        return f"{kind}{name}" + f"={default}" * has_default
 
     by_position, by_name = (
-        [argument(slot) for slot in op.arguments if slot.role.is_by_name is named] for named in (False, True)
+        [argument(*slots) for slots in op.lists if slots[0].role.is_by_name is named] for named in (False, True)
     )
     outputs = ", ".join(f"Tensor {output.name}" for output in op.outputs)
-    return f"{op.name}({', '.join([*by_position, *['*'][: len(by_name)], *by_name])}) -> ({outputs})"
+    outputs = "Tensor[]" if op.of_lists else f"({outputs})"
+    return f"{op.name}({', '.join([*by_position, *['*'][: len(by_name)], *by_name])}) -> {outputs}"
 
 
 SCHEMAS = {name: schema_of(op) for name, op in OPS.items()}

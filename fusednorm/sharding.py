@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .namespace import NAMESPACE, TORCH_OPS
-from .operands import OPS, Role
+from .operands import OPS, TRANSLATIONS, Role, operands_of, wanted_outputs
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
 HEAD_NORMS = "head_norm_fwd", "head_norm_bwd", "head_norm_bwd_packed"
@@ -146,66 +146,68 @@ def _placements(placed: Iterable[str | tuple[str, ...] | None], rows, dim: int) 
 def _add_column_sum(op: torch._ops.OpOverload) -> None:
     """Register column_sum. Sums are linear: sharded rows or partial inputs give partial sums, and sharded columns give
     sums sharded alike."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    def strategy(schema):
+    def rules(schema):
         inputs = schema.args_strategy
         last, total = len(inputs[0].shape) - 1, schema.kwargs_schema.get("total", False)
         outputs = 1 if total else len(inputs)
         pairs = [(Replicate(), Replicate()), (Partial("sum"), Partial("sum")), (Shard(0), Shard(last))]
         pairs += [(Partial("sum"), Shard(dim)) for dim in range(last)]
-        rules = [[output] * outputs + [input] * len(inputs) for output, input in pairs]
-        expanded = expand_to_full_mesh_op_strategy(inputs[0].mesh, schema, rules, input_index=outputs)
-        if outputs == 1:  # the op returns a list even for one sum
-            for each in expanded.strategies:
-                each.output_specs = (each.output_specs,)
-        return expanded
+        return inputs[0], outputs, [[output] * outputs + [input] * len(inputs) for output, input in pairs]
 
-    register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
-    register(op, strategy, RuntimeSchemaInfo(1, ["total", "dtype"], needs_pytree=True))
+    _add_of_lists(op, rules, 1)
 
 
 def _add_head_norm(op: torch._ops.OpOverload) -> None:
     """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of the
     heads, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.utils._pytree import tree_leaves
 
-    names = [argument.name for argument in op._schema.arguments]
+    name = op._schema.name.removeprefix(f"{NAMESPACE}::")
+    by = TRANSLATIONS[name]
+
+    def rules(schema):
+        pairs = zip(schema.args_schema, by.lists, strict=False)
+        given = operands_of(name, [tree_leaves(each) if len(names) > 1 else each for each, names in pairs], {})
+        x, k, grouped = given.x, getattr(given, "k", given.x), getattr(given, "grouped", None)
+        ndim = len(x.shape) + (0 if grouped is None else 1 + grouped)  # of q
+        operands = [(slot.role, getattr(given, slot.name)) for slot in given.slots if slot.role.is_tensor]
+        operands = [(role, each) for role, each in operands if each is not None]
+        outputs = [each.role for each, wanted in zip(given.outputs, wanted_outputs(given), strict=True) if wanted]
+
+        def placed(role: Role, each, dim: int):
+            if role is Role.STRIDED:
+                return Shard(dim)
+            at = dim - ndim + len(each.shape)  # a table is broadcast from the last dim
+            return Shard(at) if role is Role.TABLE and at >= 0 and each.shape[at] > 1 else Replicate()
+
+        found = [[Replicate()] * (len(outputs) + len(operands))]
+        for dim in range(len(x.shape) - 1 if len(x.shape) == len(k.shape) else 0):
+            of_outputs = [Partial("sum") if role is Role.PARAMETER else Shard(dim) for role in outputs]
+            found.append([*of_outputs, *(placed(*each, dim) for each in operands)])
+        return x, len(outputs), found
+
+    _add_of_lists(op, rules, by.names.index("eps"))
+
+
+def _add_of_lists(op: torch._ops.OpOverload, rules: Callable, static: int) -> None:
+    """Register an op that takes and returns lists. `rules` gives, for a schema, one of the tensors, the number of
+    outputs, and the placements of these and of all tensors, a list for each way. `static` is the first argument that is
+    no tensor."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
     def strategy(schema):
-        given = dict(zip(names, schema.args_schema, strict=False))
-        lists = {name: tree_leaves(each) for name, each in given.items()}
-        rows = [each for name in ("grads", "inputs", "qkv") for each in lists.get(name, ())]
-        first, parameters = (lists.get("inputs") or lists["qkv"]), [*lists["weights"], *lists["biases"]]
-        wanted = zip([*first, *parameters], given.get("output_mask", [True] * len(first)), strict=False)
-        outputs = [each for each, want in wanted if want and each is not None]
-        operands = [each for name in names if name in lists for each in lists[name] if hasattr(each, "shape")]
-
-        def placed(each, dim: int):
-            if any(each is of for of in rows):
-                return Shard(dim)
-            at = dim - len(first[0].shape) + len(each.shape)  # broadcast from the last dim
-            of_table = any(each is of for name in ("cos", "sin") for of in lists[name])
-            return Shard(at) if of_table and at >= 0 and each.shape[at] > 1 else Replicate()
-
-        alike = {len(each.shape) for each in first}
-        dims = range(len(first[0].shape) - 1 if len(alike) == 1 else 0)
-        rules: list[list] = [[Replicate()] * (len(outputs) + len(operands))]
-        for dim in dims:
-            of_outputs = [Shard(dim) if any(each is of for of in first) else Partial("sum") for each in outputs]
-            rules.append([*of_outputs, *(placed(each, dim) for each in operands)])
-        expanded = expand_to_full_mesh_op_strategy(first[0].mesh, schema, rules, input_index=len(outputs))
-        if len(outputs) == 1:  # the op returns a list even for one tensor
+        tensor, outputs, found = rules(schema)
+        expanded = expand_to_full_mesh_op_strategy(tensor.mesh, schema, found, input_index=outputs)
+        if outputs == 1:  # the op returns a list even for one tensor
             for each in expanded.strategies:
                 each.output_specs = (each.output_specs,)
         return expanded
 
-    static = next(at for at, name in enumerate(names) if name == "eps")
     kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
     register(op, strategy, RuntimeSchemaInfo(static, kwargs, needs_pytree=True))

@@ -120,15 +120,15 @@ class HeadCase:
 
 def calls_of(case: HeadCase) -> list:
     """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
-    from fusednorm.heads import functional, ops
+    from fusednorm.heads import call, functional
     from fusednorm.heads.problem import Packing
 
     given, named = case.tensors("meta"), case.settings | {"heads_dim": -3 if case.heads_first else -2}
-    heads, packed, packing = functional.operands(**given, rotary=case.tables("meta"), **named), None, None
+    forward, packed, packing = functional.operands(**given, rotary=case.tables("meta"), **named), None, None
     if case.packed:
         packing, width = Packing(case.heads, case.kv_heads), (case.heads + 2 * case.kv_heads) * case.cols
         packed = torch.empty(case.batch, case.tokens, width, dtype=case.dtype, device="meta")
-    return [each for call in ops.both_ways(heads, packed, packing) for each in call.launches()]
+    return [each for way in call.both_ways(forward, packed, packing) for each in call.calls_of(way)]
 
 
 def launches_of(case: HeadCase, arch: int) -> list:

@@ -31,7 +31,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import fusednorm
-from fusednorm.heads import ops as heads
+from fusednorm.heads import operands as heads
 from fusednorm.operands import OPS, Role
 from fusednorm.planner.plan import VARIANTS
 

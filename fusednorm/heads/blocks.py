@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .ops import Call
+from ..operands import Operands, Role
+from .call import outputs_of, with_tensors
+from .problem import grads_of, heads_of, packing_of
 
 
-def of(given: Call, tokens: int) -> list[Call]:
+def of(given: Operands, tokens: int) -> list[Operands]:
     """The call for each block of so many tokens; itself alone if that is all, or if no float32 sum is wanted. Raises
     RuntimeError if a block would end within what an index of the first dim has."""
-    sums = [each[1] for each in given.outputs[_inputs(given) :] if each]
-    if not given.grads or not sums or any(each.itemsize < torch.float32.itemsize for each in sums):
+    sums = [each[1] for each in outputs_of(given)[_inputs(given) :] if each]
+    if not grads_of(given) or not sums or any(each.itemsize < torch.float32.itemsize for each in sums):
         return [given]
-    shape, cut = given.heads.inputs[0].shape, _cut(given)
+    shape, cut = heads_of(given).inputs[0].shape, _cut(given)
     of_index = math.prod(shape[at] for at in _of_tokens(given) if at != cut)
     if shape[cut] * of_index <= tokens:
         return [given]
@@ -34,23 +34,23 @@ def of(given: Call, tokens: int) -> list[Call]:
     return [_part(given, cut, start, min(size, shape[cut] - start)) for start in range(0, shape[cut], size)]
 
 
-def _inputs(given: Call) -> int:
+def _inputs(given: Operands) -> int:
     """How many of the outputs are gradients of inputs."""
-    return 1 if given.packed is not None else len(given.heads.inputs)
+    return 1 if packing_of(given) else 2
 
 
-def _cut(given: Call) -> int:
+def _cut(given: Operands) -> int:
     """The first dim of tokens of more than one index."""
-    shape = given.heads.inputs[0].shape
+    shape = heads_of(given).inputs[0].shape
     return next((at for at in _of_tokens(given) if shape[at] != 1), 0)
 
 
-def _of_tokens(given: Call) -> list[int]:
+def _of_tokens(given: Operands) -> list[int]:
     """The dims of q and k that are those of tokens. The dim of heads is the one in which q and k differ, or else of
     which cos has one index, or else the last before the columns."""
-    if given.packed is not None:
-        return list(range(given.packed.dim() - 1))
-    q, k, cos = *given.heads.inputs, given.heads.cos
+    if packing_of(given):
+        return list(range(given.x.dim() - 1))
+    q, k, cos = given.x, given.k, given.cos
     batch = range(q.dim() - 1)
     differ = [at for at in batch if q.shape[at] != k.shape[at]]
     if not differ and cos is not None:
@@ -60,23 +60,22 @@ def _of_tokens(given: Call) -> list[int]:
     return [at for at in batch if at != heads]
 
 
-def _part(given: Call, dim: int, start: int, length: int) -> Call:
+def _part(given: Operands, dim: int, start: int, length: int) -> Operands:
     """The call for some indices of a dim of q."""
-    ndim, first = given.heads.inputs[0].dim(), len(given.grads) + _inputs(given)
+    ndim = heads_of(given).inputs[0].dim()
 
-    def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.narrow(dim, start, length)
+    def part(role: Role, tensor: Tensor) -> Tensor:
+        if role is Role.STRIDED:
+            return tensor.narrow(dim, start, length)
+        at = dim - ndim + tensor.dim()
+        is_whole = role is Role.PARAMETER or at < 0 or tensor.shape[at] == 1
+        return tensor if is_whole else tensor.narrow(at, start, length)
 
-    def part_of_table(table: Tensor | None) -> Tensor | None:
-        at = dim - (ndim - table.dim()) if table is not None else -1
-        return table if at < 0 or table.shape[at] == 1 else table.narrow(at, start, length)
-
-    *others, cos, sin = given.tensors
-    rows, parameters = others[:first], others[first:]
-    return given.with_tensors([*map(part, rows), *parameters, part_of_table(cos), part_of_table(sin)])
+    pairs = zip([slot.role for slot in given.slots if slot.role.is_tensor], given.tensors, strict=True)
+    return with_tensors(given, [each if each is None else part(role, each) for role, each in pairs])
 
 
-def added_up(given: Call, found: Sequence[Sequence[Tensor | None] | None]) -> list[Tensor | None] | None:
+def added_up(given: Operands, found: Sequence[Sequence[Tensor | None] | None]) -> list[Tensor | None] | None:
     """The outputs of the call, from those of its blocks. None if ATen must run one of them."""
     if any(each is None for each in found):
         return None

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from ..host.program import Address
+from ..operands import Operands, operands_of, wanted_outputs
 from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
+from ..problem.outputs import output_dtype
 from ..problem.rows import levels_of
 from ..settings import invariance
-from .problem import Heads, Settings
+from .operands import BACKWARD, GRADS, PACKED, Settings
+from .problem import Heads, Packing, grads_of, heads_of, packing_of
 
 CONTIGUOUS = torch.contiguous_format
 VECTOR = 16  # elements: Triton compiles other kernels for strides that are multiples of it
@@ -107,7 +110,7 @@ class HeadCall(NamedTuple):
     copy_place: Rows | None
 
 
-def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
+def _alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
     """The inputs that one launch takes together, by their indices: those of one dtype whose parameters, and what `more`
     has of each, are of one dtype or absent. Inputs without elements are left out."""
     groups: dict[tuple, list[int]] = {}
@@ -118,8 +121,8 @@ def alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
     return list(groups.values())
 
 
-def described(heads: Heads, grads: Sequence[Tensor], outs: Sequence, sums: Sequence) -> Iterator[HeadCall | None]:
-    """The launches for tensors that `in_place` returns. None if there are too many rows, or if they lie at too many
+def _described(heads: Heads, grads: Sequence[Tensor], outs: Sequence, sums: Sequence) -> Iterator[HeadCall | None]:
+    """The launches for tensors that are readable in place. None if there are too many rows, or if they lie at too many
     nested strides.
 
     outs are the outputs or, with grads, the gradients of the inputs; sums those of the weights and then of the biases.
@@ -129,14 +132,14 @@ def described(heads: Heads, grads: Sequence[Tensor], outs: Sequence, sums: Seque
     count = len(heads.inputs)
     copy = (grads[count], outs[count]) if len(grads) > count and outs[count] is not None else ()
     lists = outs[:count], grads[:count], sums[:count], sums[count:]
-    for which in alike(heads, *(each for each in lists if each)):
+    for which in _alike(heads, *(each for each in lists if each)):
         some, (ys, dy, dw, db) = heads.some(which), ([each[at] for at in which] if each else [] for each in lists)
         if any(each is not None for each in (*ys, *dw, *db)):
-            yield _described(which, some, dy, ys, [*dw, *db], copy)
+            yield _launch_of(which, some, dy, ys, [*dw, *db], copy)
             copy = ()
 
 
-def _described(which: list[int], heads: Heads, grads, outs, sums, copy) -> HeadCall | None:
+def _launch_of(which: list[int], heads: Heads, grads, outs, sums, copy) -> HeadCall | None:
     rows, backward = tuple(math.prod(x.shape[:-1]) for x in heads.inputs), bool(grads)
     if sum(rows) > MOST_ROWS:
         return None
@@ -176,7 +179,92 @@ def _place(x: Tensor, *others: Tensor, table: Tensor | None) -> Rows | None:
     return rows_of(batch, x, *others, *([] if table is None else [table.expand(*batch, -1)]))
 
 
-def in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor], list[str]]:
+def with_tensors(operands: Operands, tensors: Sequence[Tensor | None]) -> Operands:
+    """With other tensors, in the order of the operands."""
+    return operands._replace(**dict(zip(operands.tensor_names, tensors, strict=True)))
+
+
+def with_zeros(operands: Operands) -> Operands:
+    """With zeros for absent gradients of outputs."""
+    heads, given = heads_of(operands), {}
+    likes = (*[(x, heads.output_dtype(at)) for at, x in enumerate(heads.inputs)], (heads.inputs[1], operands.x.dtype))
+    for slot, (like, dtype) in zip(GRADS, likes, strict=True):
+        if getattr(operands, slot.name, like) is None:
+            given[slot.name] = like.new_zeros(like.shape, dtype=dtype)
+    return operands._replace(**given) if given else operands
+
+
+def in_place(operands: Operands) -> tuple[Operands, list[str]]:
+    """The operands with zeros for absent gradients, with copies of the tensors whose rows kernels cannot read in place,
+    and which these are; itself if there are none."""
+    given = with_zeros(operands)
+    heads, grads, copied = _in_place(heads_of(given), grads_of(given))
+    first = heads.inputs
+    if packing_of(given):
+        of_packed = [name for name in copied if name.startswith("inputs")]
+        first = [_packed_in_place(given.x) if of_packed else given.x]
+        if first[0] is given.x:
+            copied = [name for name in copied if name not in of_packed]
+    if not copied:
+        return given, copied
+    return with_tensors(given, [*grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]), copied
+
+
+def apart(operands: Operands) -> Operands:
+    """The backward for q and k alone, in place of that for a packed tensor."""
+    given = with_zeros(operands)
+    heads, mask = heads_of(given), [operands.output_mask[0], *operands.output_mask]
+    return operands_of(BACKWARD, (grads_of(given)[:2], *heads[:-1], mask), heads.settings._asdict())
+
+
+def joined(operands: Operands, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The outputs, from those of `apart`."""
+    dq, dk, *sums = outputs
+    v = with_zeros(operands).grad_v
+    return [packing_of(operands).join(dq, dk, v.to(dq.dtype)) if operands.output_mask[0] else None, *sums]
+
+
+def outputs_of(operands: Operands) -> list[tuple[torch.Size, torch.dtype] | None]:
+    """Shape and dtype of each output of the op; None for one that is not wanted."""
+    pairs = zip(operands.outputs, wanted_outputs(operands), strict=True)
+    return [(getattr(operands, of.like).shape, output_dtype(operands, of)) if wanted else None for of, wanted in pairs]
+
+
+def both_ways(
+    forward: Operands, packed: Tensor | None = None, packing: Packing | None = None
+) -> tuple[Operands, Operands]:
+    """A forward and a backward that wants all gradients, for contiguous gradients of the outputs. The inputs may be
+    parts of a packed tensor."""
+    v: list[Tensor] = []
+    if packing:
+        q, k, *v = packing.split(packed)
+        forward = forward._replace(x=q, k=k)
+    made = [*outputs_of(forward), *[(each.shape, each.dtype) for each in v]]
+    grads = [forward.x.new_empty(shape, dtype=dtype, device="meta") for shape, dtype in made]
+    heads = heads_of(forward)
+    op, first, more = (PACKED, packed, ([True] * 5, *packing)) if packing else (BACKWARD, heads.inputs, ([True] * 6,))
+    return forward, operands_of(op, (grads, first, *heads[1:-1], *more), heads.settings._asdict())
+
+
+def calls_of(operands: Operands) -> list[HeadCall | None]:
+    """What kernels compute for a call of readable tensors, by tensors without memory. Each of these has an Address
+    among those of the program: the op's tensors, then its outputs."""
+    tensors, packing = operands.tensors, packing_of(operands)
+    given = with_tensors(operands, [each if each is None else _symbol(each, at) for at, each in enumerate(tensors)])
+    made = [
+        each and _symbol(operands.x.new_empty(each[0], dtype=each[1], device="meta"), len(tensors) + at)
+        for at, each in enumerate(outputs_of(operands))
+    ]
+    heads, outs, sums = heads_of(given), made[:2], made[2:]
+    if packing:
+        outs, sums = [None] * 3, made[1:]
+        _parts_of(given.x, heads.inputs)
+        if made[0] is not None:
+            outs = _parts_of(made[0], packing.split(made[0]))
+    return list(_described(heads, grads_of(given), outs, sums))
+
+
+def _in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor], list[str]]:
     """The operands, with copies in place of those whose rows kernels cannot read in place, and what these are. If rows
     are batch-invariant, every row of a tensor begins at a vector."""
     copied, invariant = [], bool(invariance.switch.invariance())
@@ -208,7 +296,7 @@ def in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor]
     return Heads(inputs, *parameters, cos, sin, heads.eps, heads.settings), grads, copied
 
 
-def packed_in_place(packed: Tensor) -> Tensor:
+def _packed_in_place(packed: Tensor) -> Tensor:
     """The tensor, or a copy of it if kernels cannot read rows of it in place. If rows are batch-invariant, these have a
     multiple of VECTOR columns."""
     return _at_vectors(packed) if invariance.switch.invariance() else packed.contiguous()
@@ -236,14 +324,14 @@ def _has_adjacent_columns(tensor: Tensor) -> bool:
     return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
 
 
-def symbol(tensor: Tensor, at: int) -> Tensor:
+def _symbol(tensor: Tensor, at: int) -> Tensor:
     """The tensor without memory, with the Address that stands for it as an attribute."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     made.address = Address(at, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0)
     return made
 
 
-def parts_of(whole: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _parts_of(whole: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of a symbol, as symbols."""
     for each in parts:
         offset = each.storage_offset() * each.dtype.itemsize

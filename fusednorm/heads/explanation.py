@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ..host import gpus
 from ..host.kernel_devices import runs_kernels
+from ..operands import Operands
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
 from . import functional
-from .ops import both_ways
+from .call import both_ways, calls_of, in_place
 from .plan import HeadPlan, ctas_of, plans_of
-from .problem import Heads, validate
+from .problem import heads_of, validate
 
 NAMES, WAYS = ("q", "k"), ("forward", "backward")
 
@@ -57,24 +58,24 @@ def explain_qk_norm(
     `device`, such as fusednorm.planner.device.H200, replaces the tensors' own device. Nothing is copied or launched.
     Gradients of outputs are taken to be contiguous. Raises qk_norm's errors.
     """
-    heads = functional.operands(q, k, *arguments, **named)
+    operands = functional.operands(q, k, *arguments, **named)
     reason = None
-    if functional.spans_heads(heads):
+    if functional.spans_heads(operands):
         reason = "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation"
     else:
-        validate("explain_qk_norm", heads)
+        validate("explain_qk_norm", heads_of(operands))
         if device is None and not runs_kernels(q):
             reason = f"the tensors are on {q.device}, where ATen's kernels run"
     if reason:
         return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in WAYS))
     spec = device or gpus.spec_of(q.device)
-    return HeadExplanation(spec, tuple(_launches(heads, spec)))
+    return HeadExplanation(spec, tuple(_launches(operands, spec)))
 
 
-def _launches(heads: Heads, spec: DeviceSpec) -> Iterator[HeadLaunch]:
-    for way, given in zip(WAYS, both_ways(heads), strict=True):
-        readable, copied = given.in_place()
-        for call, plan in plans_of(readable.launches(), spec):
+def _launches(operands: Operands, spec: DeviceSpec) -> Iterator[HeadLaunch]:
+    for way, given in zip(WAYS, both_ways(operands), strict=True):
+        readable, copied = in_place(given)
+        for call, plan in plans_of(calls_of(readable), spec):
             names = NAMES if call is None else tuple(NAMES[at] for at in call.which)
             ctas = () if isinstance(plan, ReferencePlan) else ctas_of(plan, call.problem, call.rows, spec)
             yield HeadLaunch(way, names, plan, ctas, tuple(copied))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -11,17 +12,21 @@ from torch.autograd import Function
 
 from .. import functional
 from ..forms import ROUNDINGS
+from ..host import native
 from ..host.torch_compat import recorder
+from ..operands import TRANSLATIONS, Operands
 from ..planner.norm_problem import accumulation_dtype
 from ..problem.validation import require_strided
 from ..settings import invariance
-from . import native, ops
-from .problem import Heads, Packing, Settings, validate
+from . import ops
+from .operands import FORWARD, PACKED, Settings
+from .problem import Heads, Packing, heads_of, validate
 from .reference import rotated
 
 NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
 NAMES = "q", "k", "q_weight", "k_weight", "q_bias", "k_bias"
 Rotary = tuple[Tensor, Tensor]
+Forward, Backward = TRANSLATIONS[FORWARD].type, partial(TRANSLATIONS[PACKED].type, suffix="_packed")
 
 
 def qk_norm(
@@ -65,20 +70,20 @@ def qk_norm(
     Any float dtypes; each gradient has its tensor's. Raises RuntimeError as torch.ops.fusednorm.head_norm_fwd does,
     ValueError for another norm, rounding or heads_dim, and TypeError for an eps or weight_offset that is no number.
     """
-    heads = operands(
+    given = operands(
         q, k, q_weight, k_weight, eps, q_bias=q_bias, k_bias=k_bias, norm=norm, rotary=rotary, rotary_dim=rotary_dim,
         rotary_interleaved=rotary_interleaved, norm_first=norm_first, heads_dim=heads_dim, weight_offset=weight_offset,
         rounding=rounding,
     )  # fmt: skip
-    if spans_heads(heads):
-        return _over_all_heads(heads, heads_dim)
-    return _forward("qk_norm", heads)
+    if spans_heads(given):
+        return _over_all_heads(heads_of(given), heads_dim)
+    return _forward("qk_norm", given)
 
 
 def operands(
     q, k, q_weight=None, k_weight=None, eps=None, *, q_bias=None, k_bias=None, norm="rms", rotary=None, rotary_dim=None,
     rotary_interleaved=False, norm_first=True, heads_dim=-2, weight_offset=0.0, rounding="once",
-) -> Heads:  # fmt: skip
+) -> Operands:  # fmt: skip
     """The operands of qk_norm, for its arguments. Raises its errors, but for those of the op."""
     settings, eps = _settings(
         "qk_norm", norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
@@ -88,13 +93,17 @@ def operands(
     if not isinstance(q, Tensor):
         require_strided("qk_norm", "q", q)  # raises
     cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
-    return Heads([q, k], (q_weight, k_weight), (q_bias, k_bias), cos, sin, eps, settings)
+    return _of(q, k, (q_weight, k_weight, q_bias, k_bias), cos, sin, eps, settings)
 
 
-def spans_heads(heads: Heads) -> bool:
+def _of(q, k, parameters, cos, sin, eps, settings: Settings) -> Operands:
+    return Forward("head", q, k, *parameters, cos, sin, eps, *settings)
+
+
+def spans_heads(operands: Operands) -> bool:
     """Whether a parameter is for all heads of a token."""
-    of_head = heads.inputs[0].shape[-1:]
-    for each in (*heads.weights, *heads.biases):
+    of_head = operands.x.shape[-1:]
+    for each in (operands.weight, operands.k_weight, operands.bias, operands.k_bias):
         if isinstance(each, Tensor) and each.shape != of_head:
             return True
     return False
@@ -138,7 +147,7 @@ def qk_norm_packed(
     record = recorder(PackedFunction, qkv, *parameters)
     if record is None:
         *both, v = packing.split(qkv)
-        q, k = _run(both, parameters, cos, sin, eps, settings)
+        q, k = _forward(op, _of(*both, parameters, cos, sin, eps, settings))
     else:
         q, k, v = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
     return tuple(each.flatten(-3, -2) if grouped else each for each in (q, k, v))
@@ -153,33 +162,26 @@ class PackedFunction(Function):
         ctx.save_for_backward(qkv, *parameters, cos, sin)
         ctx.packing, ctx.eps, ctx.settings, ctx.invariance = packing, eps, settings, invariance.of_forward()
         *both, v = Packing(*packing).split(qkv)
-        return *_run(both, parameters, cos, sin, eps, Settings(*settings)), v
+        return *_forward("qk_norm_packed", _of(*both, parameters, cos, sin, eps, Settings(*settings))), v
 
     @staticmethod
     def backward(ctx, *grads):
         qkv, *parameters, cos, sin = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:8]
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
-        named = Settings(*ctx.settings)._asdict()
-        operands = qkv, parameters[:2], parameters[2:], cos, sin, ctx.eps
-        given = grads, *operands, mask, *ctx.packing
-        made = iter(invariance.call_as(ctx.invariance, ops.call, ops.PACKED, *given, **named))
-        found = [next(made) if want else None for want in mask]
+        given = *grads, qkv, *parameters, cos, sin, ctx.eps, mask, *ctx.packing, *ctx.settings
+        found = invariance.call_as(ctx.invariance, ops.call, Backward("head", *given))
         return None, None, None, *found, None, None
 
 
-def _run(both, parameters, cos, sin, eps, settings: Settings) -> tuple[Tensor, ...]:
-    return _forward("qk_norm_packed", Heads(both, parameters[:2], parameters[2:], cos, sin, eps, settings))
-
-
-def _forward(op: str, heads: Heads) -> tuple[Tensor, ...]:
-    made = native.of_heads(heads)
+def _forward(op: str, operands: Operands) -> tuple[Tensor, ...]:
+    made = native.y_of(FORWARD, operands[1:-1])
     if made is not None:  # C++ has looked at the tensors
         return made
-    for name, each in zip(NAMES, heads.tensors, strict=True):
+    for name, each in zip(NAMES, operands.tensors, strict=False):
         if each is not None or name in "qk":
             require_strided(op, name, each)
-    return tuple(ops.call(ops.FORWARD, *heads[:-1], **heads.settings._asdict()))
+    return ops.call(operands)
 
 
 def _settings(

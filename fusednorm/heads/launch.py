@@ -5,130 +5,84 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from torch import Tensor
 
 from ..forms import FormSpec
 from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
-from ..host.key import PLAIN_TYPES, Extent
+from ..host.key import Extent
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, Output, Part, Program, Workspace
 from ..host.sums import partials_tile
 from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
+from ..operands import Operands, Outputs
 from ..planner import canonical, limits
 from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
-from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..problem.outputs import resolve_eps
 from ..problem.validation import require_memory
 from ..settings import invariance, margin
 from . import blocks
 from . import plan as head_plan
-from .call import VECTOR, HeadCall, HeadProblem
+from .call import VECTOR, HeadCall, HeadProblem, apart, calls_of, in_place, joined, outputs_of
 from .plan import HeadPlan, Planned, plans_of
-
-if TYPE_CHECKING:
-    from .ops import Call
+from .problem import Heads, heads_of, packing_of
 
 
-def run(given: Call) -> tuple[Sequence[Tensor | None] | None, Program | None]:
-    """The outputs, None for those that are not wanted, and the program if it is kept. None for all of them if the
-    planner leaves the call to ATen. Raises as `given.check` does."""
-    sms, in_force, shape = margin.sms, invariance.switch.invariance(), given.heads.inputs[0].shape
-    key, addresses = _look(given, sms, in_force)
-    outputs, program = _repeat(shape, key, addresses)
-    if outputs is not None:
-        return outputs, program
-    given.check()
-    if not all(x.numel() for x in given.heads.inputs):
+def run(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs | None, Program | None]:
+    """The outputs of a checked call, and the program if it is kept. None for both if the planner leaves the call to
+    ATen."""
+    heads, in_force = heads_of(operands), invariance.switch.invariance()
+    if not all(x.numel() for x in heads.inputs):
         return None, None
-    if in_force > 0 and len(pieces := blocks.of(given, in_force)) > 1:
-        return blocks.added_up(given, [run(each)[0] for each in pieces]), None
-    if in_force and given.packed is not None and given.heads.cols % VECTOR:  # no row of a copy would begin at a vector
-        outputs = run(given.apart())[0]
-        return outputs and given.joined(outputs), None
-    readable, _ = given.in_place()
-    if readable is not given:
-        return run(readable)[0], None
-    outputs, bound = _first(given)
-    if not key or not bound or (bound.program.sm_margin, bound.program.invariance) != (sms, in_force):
-        return outputs, None
-    return outputs, prepared.keep_by(key, shape, bound)
+    if in_force > 0 and len(pieces := blocks.of(operands, in_force)) > 1:
+        return blocks.added_up(operands, [prepared.run(each, run)[0] for each in pieces]), None
+    if in_force and packing_of(operands) and heads.cols % VECTOR:  # no row of a copy would begin at a vector
+        outputs, _ = prepared.run(apart(operands), run)
+        return outputs and joined(operands, outputs), None
+    readable, _ = in_place(operands)
+    if readable is not operands:
+        return prepared.run(readable, run)[0], None
+    outputs, bound = _first(operands, heads)
+    return outputs, prepared.keep_of(miss, operands.x.shape, bound) if miss and bound else None
 
 
-def repeated(given: Call) -> Sequence[Tensor | None] | None:
-    """The outputs if such a call has run before; else None. Nothing needs to be checked then."""
-    shape = given.heads.inputs[0].shape
-    return _repeat(shape, *_look(given, margin.sms, invariance.switch.invariance()))[0]
-
-
-def _repeat(shape: torch.Size, key: tuple | None, addresses: list[int]) -> tuple[Sequence | None, Program | None]:
-    kind = key and prepared.kind_of(key)
-    bound = kind and kind.by_shape.get(shape)
-    return (bound.launch(addresses), bound.program) if bound else (None, None)
-
-
-def _first(given: Call) -> tuple[Sequence[Tensor | None] | None, Bound | None]:
+def _first(operands: Operands, heads: Heads) -> tuple[Outputs | None, Bound | None]:
     """The outputs of a call that has no program yet, and the program, if later calls can repeat it."""
-    x = given.heads.inputs[0]
-    require_memory(given.op, given.tensors)
+    x = heads.inputs[0]
+    require_memory(operands.op, operands.tensors)
     spec = gpus.spec_of(x.device)
-    tried = plans_of(given.launches(), spec)
+    tried = plans_of(calls_of(operands), spec)
     if not tried or any(isinstance(plan, ReferencePlan) for _, plan in tried):
         return None, None
     try:
         with current(x.device):
-            return launcher.run(program_of(given, tried, spec), given.tensors, x.shape, 1)
+            return launcher.run(program_of(operands, tried, spec), operands.tensors, x.shape, 1)
     except BuildFailed as failed:
         for call, plan in tried:
             fallback.remember(plan, *head_plan.asked(call.problem, spec), str(failed))
         return None, None
 
 
-def _look(given: Call, *settings: Any) -> tuple[tuple | None, list[int]]:
-    """(everything that checks, plans and builds depend on, the addresses of the tensors). The first is None for tensors
-    that are not plain."""
-    addresses: list[int] = []
-    key: list[Any] = [given.op, *given.settings_by_position, given.heads.settings, *settings]
-    key = [tuple(each) if isinstance(each, list) else each for each in key]
-    try:
-        for each in given.tensors:
-            if each is None:
-                key.append(None)
-                addresses.append(0)
-                continue
-            address = each.data_ptr()
-            if type(each) not in PLAIN_TYPES or each.is_neg() or not address:
-                return None, []
-            key += each.shape, each.stride(), each.dtype, each.get_device(), address % ALIGNMENT
-            addresses.append(address)
-    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without memory or strides
-        return None, []
-    cos, sin = given.heads[3:5]
-    return None if cos is not None and (cos.requires_grad or sin.requires_grad) else tuple(key), addresses
-
-
-def program_of(given: Call, planned: Planned, spec: DeviceSpec) -> Program:
+def program_of(operands: Operands, planned: Planned, spec: DeviceSpec) -> Program:
     """What a call launches. Of its tensors only dtypes, shapes, strides and alignment are read."""
-    outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in given.outputs)
+    outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in outputs_of(operands))
     launches, parts, in_force = [], [], invariance.switch.invariance()
     for call, plan in planned:
-        first = len(given.tensors) + len(outputs) + len(parts)
+        first = len(operands.tensors) + len(outputs) + len(parts)
         ordered = in_force > 0 and call.problem.num_sums > 0  # the number of partials follows from the number of SMs
         more, of_it = launches_of(call, plan, canonical.of_architecture(spec) if ordered else spec, first)
         launches += more
         parts += of_it
     workspace = Workspace(torch.float32, tuple(parts)) if parts else None
-    shape, kept = (given.heads.cols,), {"sm_margin": margin.sms, "invariance": in_force}
-    return Program(tuple(launches), len(given.tensors), outputs, workspace, None, shape, **kept)
+    shape, kept = (heads_of(operands).cols,), {"sm_margin": margin.sms, "invariance": in_force}
+    return Program(tuple(launches), len(operands.tensors), outputs, workspace, None, shape, **kept)
 
 
 def launches_of(

@@ -8,18 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..operands import Operands
 from ..problem.validation import require_float, require_strided
-
-
-class Settings(NamedTuple):
-    """What is computed, beside the tensors: the arguments of the ops that are given by name."""
-
-    layer: bool = False  # LayerNorm; else RMSNorm
-    rotary_dim: int | None = None  # the first columns, which are rotated; None: as many as cos has
-    interleaved: bool = False  # rotated pairs are columns 2i and 2i + 1; else i and i + rotary_dim / 2
-    norm_first: bool = True  # the rotation follows the norm; else it precedes the norm
-    weight_offset: float = 0.0  # added to the weights
-    rounds_x_hat: bool = False  # x_hat is rounded to the input's dtype, and outputs have the promoted dtype
+from .operands import GRADS, PACKING, Settings
 
 
 class Heads(NamedTuple):
@@ -64,15 +55,35 @@ class Heads(NamedTuple):
         return dtype
 
 
-def validate(op: str, heads: Heads, grads: Sequence[Tensor] | None = None, mask: Sequence[bool] = ()) -> None:
+def heads_of(operands: Operands) -> Heads:
+    """q and k, which may be parts of a packed tensor, and what an op has beside them."""
+    packing = packing_of(operands)
+    inputs = packing.split(operands.x)[:2] if packing else (operands.x, operands.k)
+    weights, biases = (operands.weight, operands.k_weight), (operands.bias, operands.k_bias)
+    return Heads(inputs, weights, biases, operands.cos, operands.sin, operands.eps, operands.form)
+
+
+def grads_of(operands: Operands) -> list[Tensor | None]:
+    """The gradients of q, k and, in a packed tensor, of v; none in a forward."""
+    return [getattr(operands, slot.name) for slot in GRADS if hasattr(operands, slot.name)]
+
+
+def check(operands: Operands) -> None:
+    """Raises as `validate` does, and as `Packing.check`."""
+    op, packing, grads = operands.op, packing_of(operands), grads_of(operands)
+    if packing:
+        require_strided(op, "qkv", operands.x)
+        packing.check(op, operands.x)
+    heads = heads_of(operands)
+    validate(op, heads, grads)
+    if grads and len(operands.output_mask) != len(operands.outputs):
+        raise RuntimeError(f"{op}: output_mask must have one flag per gradient, got {list(operands.output_mask)}")
+
+
+def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None:
     """Raises RuntimeError unless the operands are as `Heads` says and all tensors are strided, float and on one device;
     TypeError if one is no tensor. Only shapes, dtypes and devices are read, so traced tensors are accepted."""
     inputs, weights, biases, cos, sin, _, settings = heads
-    if not inputs:
-        raise RuntimeError(f"{op}: inputs must hold at least one tensor, got none")
-    for name, each in (("weights", weights), ("biases", biases), ("grads", inputs if grads is None else grads)):
-        if len(each) != len(inputs):
-            raise RuntimeError(f"{op}: {name} must have one entry for each of {len(inputs)} inputs, got {len(each)}")
     require_strided(op, "inputs[0]", inputs[0])
     if not inputs[0].dim():
         raise RuntimeError(f"{op}: inputs[0] must have at least one dimension, got shape ()")
@@ -83,13 +94,12 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor] | None = None, mask:
             raise RuntimeError(f"{op}: inputs[{at}] must end in {cols} columns as inputs[0] does, got {_shape(x)}")
     wanted = [(f"{name}[{at}]", each, (cols,)) for name, some in (("weights", weights), ("biases", biases))
               for at, each in enumerate(some) if each is not None]  # fmt: skip
-    wanted += [(f"grads[{at}]", each, inputs[at].shape) for at, each in enumerate(grads or ()) if each is not None]
+    of_grads = (*inputs, inputs[-1])  # v has the shape of k
+    wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]
     for name, tensor, shape in wanted:
         _require(op, name, tensor, device)
         if tensor.shape != shape:
             raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {_shape(tensor)}")
-    if grads is not None and len(mask) != 3 * len(inputs):
-        raise RuntimeError(f"{op}: output_mask must have one flag per gradient, got {list(mask)}")
     if (cos is None) != (sin is None):
         raise RuntimeError(f"{op}: cos and sin must be given together, got {'sin' if cos is None else 'cos'} alone")
     if cos is None:
@@ -155,3 +165,9 @@ class Packing(NamedTuple):
     def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The packed tensor of such views, a new one."""
         return torch.cat([q, k, v], -2).flatten(-3 if self.grouped else -2)
+
+
+def packing_of(operands: Operands) -> Packing | None:
+    """None if q and k are two tensors."""
+    names = [slot.name for slot in PACKING]
+    return Packing(*[getattr(operands, name) for name in names]) if hasattr(operands, names[0]) else None

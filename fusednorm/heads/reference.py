@@ -7,9 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..operands import Operands, Outputs
 from ..planner.norm_problem import accumulation_dtype
 from ..reference import affine, input_gradient, normalized, rounded
-from .problem import Heads
+from .call import apart, joined, with_zeros
+from .problem import Heads, check, grads_of, heads_of, packing_of
+
+
+def formula(operands: Operands) -> Outputs:
+    """The outputs of an op, as tensor code. Checks the operands."""
+    check(operands)
+    if not grads_of(operands):
+        return tuple(forward_formula(heads_of(operands)))
+    if packing_of(operands):
+        return tuple(joined(operands, formula(apart(operands))))
+    return tuple(backward_formula(heads_of(operands), grads_of(with_zeros(operands)), operands.output_mask))
 
 
 def forward_formula(heads: Heads) -> list[Tensor]:
@@ -32,13 +44,14 @@ def _forward(heads: Heads, at: int) -> Tensor:
     return u.to(heads.output_dtype(at)).contiguous()
 
 
-def backward_formula(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
-    """The gradients that the mask wants of inputs, weights and biases, in this order, contiguous, each in the dtype of
-    its tensor. An absent parameter has none."""
+def backward_formula(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of inputs, weights and biases, in this order, contiguous, each in the dtype of its tensor. One that
+    the mask does not want, or of an absent parameter, is None."""
     of = [_backward(heads, at, grad) for at, grad in enumerate(grads)]
     found = [grad for kind in zip(*of, strict=True) for grad in kind]
     pairs = zip(found, heads.tensors, mask, strict=True)
-    return [grad.to(like.dtype).contiguous() for grad, like, want in pairs if want and like is not None]
+    wanted = ((grad, like, want and like is not None) for grad, like, want in pairs)
+    return [grad.to(like.dtype).contiguous() if want else None for grad, like, want in wanted]
 
 
 def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

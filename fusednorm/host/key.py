@@ -43,27 +43,29 @@ class Parts(NamedTuple):
     settings: tuple[tuple[int, Callable], ...]  # other operands that are no tensors, and what makes parts of them
     pick: itemgetter  # picks the tensors
     slots: tuple[Slot, ...]  # of the tensors
-    parameters: tuple[int, ...]
+    shaped: tuple[int, ...]  # tensors whose shapes are parts of the key
+    tables: tuple[int, ...]
     modulations: tuple[int, ...]
     fits: tuple[tuple[int, Role], ...]  # tensors of as many rows as x
-    extents: tuple[Extent, ...]  # of the outputs
 
 
 @functools.cache
 def parts_of(operands_type: Any) -> Parts:
     slots = list(enumerate(operands_type.slots, 1))
     tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
-    fixed = Role.PARAMETER, Role.MODULATION  # the key says whether they fit
+    shaped = Role.PARAMETER, Role.STRIDED, Role.TABLE
+    fixed = *shaped, Role.MODULATION  # the key says whether they fit
+    plain = Role.DTYPE, Role.FORM, Role.FLAG, Role.INTEGER, Role.BOOL
     rows = [(at, slot) for at, slot in tensors if slot.role not in fixed and slot.name != "x"]
     return Parts(
-        itemgetter(0, -1, *[at for at, slot in slots if slot.role in (Role.DTYPE, Role.FORM, Role.FLAG)]),
+        itemgetter(0, -1, *[at for at, slot in slots if slot.role in plain]),
         tuple((at, SETTINGS[slot.role]) for at, slot in slots if slot.role in SETTINGS),
         itemgetter(*[at for at, _ in tensors]),
         tuple(slot for _, slot in tensors),
-        tuple(at for at, slot in tensors if slot.role is Role.PARAMETER),
+        tuple(at for at, slot in tensors if slot.role in shaped),
+        tuple(at for at, slot in tensors if slot.role is Role.TABLE),
         tuple(at for at, slot in tensors if slot.role is Role.MODULATION),
         tuple((at, slot.role) for at, slot in rows),
-        tuple(EXTENTS[output.role] for output in operands_type.outputs),
     )
 
 
@@ -72,7 +74,7 @@ def look(operands: Operands, invariance: int = 0) -> tuple[tuple, list[int]]:
     RuntimeError for a tensor that has no memory, such as a transform's. What all tensors share is not in functions of
     its own, because this is most of a call's own host time."""
     kind = type(operands)
-    plain, settings, pick, slots, parameters, modulations, _, _ = parts_of(kind)
+    plain, settings, pick, slots, shaped, tables, modulations, _ = parts_of(kind)
     shape = operands.normalized_shape
     for size in shape:
         if type(size) is not int:  # 8.0 and True are equal to integers
@@ -97,9 +99,12 @@ def look(operands: Operands, invariance: int = 0) -> tuple[tuple, list[int]]:
             key.append(LAYOUTS[slots[len(addresses)].role](tensor, operands))
         addresses.append(address)
         bits |= address
-    for at in parameters:
+    for at in shaped:
         if operands[at] is not None:
             key.append(operands[at].shape)
+    for at in tables:
+        if operands[at] is not None and operands[at].requires_grad:
+            raise NotPrepared
     for at in modulations:
         if operands[at] is not None:
             key.append(_modulation(operands[at], operands))
@@ -176,6 +181,8 @@ LAYOUTS = {
     Role.PACKED_ROWS: _copied,
     Role.MODULATION: lambda *_: None,  # `_modulation` says it
     Role.COLUMNS: _copied,
+    Role.STRIDED: lambda tensor, _: tensor.stride(),
+    Role.TABLE: lambda tensor, _: tensor.stride(),
 }
 SETTINGS = {Role.EPS: _eps, Role.MASK: tuple, Role.COUNT: _count}
 EXTENTS = {

@@ -46,6 +46,7 @@ BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric paramet
 
 
 _numbers: dict[str, int] = {}  # of the ops that C++ knows, by name
+_added: dict[str, dict[str, Callable]] = {}  # the functions that run an op, in place of those of `install`
 _installers: list[Callable[[Op], None]] = []  # one for each dispatch key
 
 
@@ -69,6 +70,7 @@ def install(
     def install_op(op: Op) -> None:
         given = {"above": above, "below": below, "differentiable_backward": differentiable_backward}
         given["statistics_gradients"] = statistics_gradients
+        given |= _added.get(op.name, {})
         functions = {name: functools.partial(_run, each, op) for name, each in given.items()}
         extension.install(_numbers[op.name], key, **functions)
 
@@ -76,13 +78,16 @@ def install(
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
-    for op in OPS.values():
+    for op in (*OPS.values(), *[TRANSLATIONS[name].op for name in _added]):
         _describe(op)
         install_op(op)
 
 
-def add(op: Op) -> None:
-    """Register an op at the dispatch keys that `install` was called for."""
+def add(op: Op, launched: Callable | None = None, **functions: Callable) -> None:
+    """Register an op at the dispatch keys that `install` was called for. `launched` and other functions of its operands
+    run it in place of those that `install` was given, also at keys that follow."""
+    if launched:
+        _added[op.name] = functions | {"below": _and_program(launched)}
     for each in _installers:
         _describe(op)
         each(op)
@@ -94,13 +99,15 @@ def _describe(op: Op) -> None:
         return
     by = TRANSLATIONS[op.name]
     places = by.type.tensor_names
+    sizes = {names[0]: len(names) for names in by.lists if len(names) > 1}
     inputs = [
         extension.Slot(
-            role=getattr(extension.Role, _role(slot)),
+            role=getattr(extension.Role, _role(op, slot)),
             optional=slot.optional,
             is_argument=slot.role is not Role.FLAG,
             is_read=slot.is_read,
             place=places.index(slot.name) if slot.role.is_tensor else 0,
+            list=sizes.get(slot.name, 0),
         )
         for slot in op.inputs
     ]
@@ -113,20 +120,23 @@ def _describe(op: Op) -> None:
         num_outputs=len(outputs),
         outputs=[outputs.index(each.name) for each in op.outputs],
         follows_autocast=op.aten is not None,
+        returns_list=op.of_lists,
     )
-    for forward in OPS.values():
-        backward = OPS.get(TRANSLATIONS[forward.name].backward) if forward.direction == FORWARD else None
-        if backward and op in (forward, backward) and {forward.name, backward.name} <= _numbers.keys():
-            _connect(forward, backward)
+    for forward in [TRANSLATIONS[name].op for name in _numbers]:
+        backward = TRANSLATIONS[forward.name].backward if forward.direction == FORWARD else None
+        if backward in _numbers and op.name in (forward.name, backward):
+            _connect(forward, TRANSLATIONS[backward].op)
 
 
-def _role(slot: Slot) -> str:
+def _role(op: Op, slot: Slot) -> str:
     """The name of its role in C++."""
+    if slot.role is Role.PARAMETER and not op.slot("normalized_shape"):
+        return "STRIDED"
     if slot.name == "groups":
         return "GROUPS"
     if slot.role is Role.FORM:
-        return {bool: "FLAG", str: "NAME", float: "NUMBER"}[type(slot.default)]
-    return {Role.EPS: "NUMBER", Role.COUNT: "INTEGER"}.get(slot.role, slot.role.name)
+        return {bool: "FLAG", str: "NAME", float: "NUMBER"}.get(type(slot.default), "INTEGER")
+    return {Role.EPS: "NUMBER", Role.COUNT: "INTEGER", Role.BOOL: "FLAG"}.get(slot.role, slot.role.name)
 
 
 def _connect(forward: Op, backward: Op) -> None:
@@ -137,7 +147,7 @@ def _connect(forward: Op, backward: Op) -> None:
     kept = {name: [*names, *outputs[1:]][at] for name, at in zip(by.saved, by.sources, strict=True)}
     there = {*tensors, *(each.name for each in forward.outputs)}
     kept = {name: source for name, source in kept.items() if name in inputs and source in there}
-    of_outputs = ["grad_out", None, None, *by.grads]  # the operands that take the gradients of the outputs
+    of_outputs = [each.gradient for each in TRANSLATIONS[forward.name].type.outputs]
     sources, gradients = [*kept, *of_outputs], dict(zip(names, by.gradients, strict=True))
     dtypes = {"output_mask": []} | {name: [tensors.index(names[at]) for at in ats] for name, ats in by.dtypes}
     extension.set_backward(
@@ -197,8 +207,9 @@ def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]])
 
 def _run(run: Callable[..., Any], op: Op, *given: Any) -> Any:
     """`run` of the operands that C++ passes behind other arguments: the op's inputs."""
-    others, inputs = given[: -len(op.inputs)], given[-len(op.inputs) :]
-    named = dict(zip([slot.name for slot in op.inputs], inputs, strict=True))
+    names = list(dict.fromkeys([slot.argument or slot.name for slot in op.inputs]))
+    others, inputs = given[: -len(names)], given[-len(names) :]
+    named = dict(zip(names, inputs, strict=True))
     flags = {slot.name: named.pop(slot.name) for slot in op.inputs if slot.role is Role.FLAG}
     return run(operands_of(op.name, (), named)._replace(**flags), *others)
 

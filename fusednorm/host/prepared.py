@@ -103,14 +103,19 @@ def keep(miss: Miss, call: ForwardCall | BackwardCall, bound: Bound) -> Program 
     """Keep the program of a call for later calls with the same key, if all tensors were read in place and no thread has
     changed what plans depend on meanwhile. Returns the program that is kept."""
     program = bound.program
-    if miss.margin is not margin.sms or miss.invariance != program.invariance:
-        return None
     if not program.rows_above < call.rows <= program.most_rows:
         return None
     for tensor, address in zip(call.tensors, miss.addresses, strict=True):
         if tensor is not None and tensor.data_ptr() != address:
             return None  # a copy was made for the call
-    return keep_by(miss.key, call.shape, bound)
+    return keep_of(miss, call.shape, bound)
+
+
+def keep_of(miss: Miss, shape: torch.Size, bound: Bound) -> Program | None:
+    """`keep`, of a call whose tensors were all read in place."""
+    if miss.margin is not margin.sms or miss.invariance != bound.program.invariance:
+        return None
+    return keep_by(miss.key, shape, bound)
 
 
 def keep_by(key: tuple, shape: torch.Size, bound: Bound) -> Program:

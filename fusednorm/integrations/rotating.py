@@ -26,7 +26,8 @@ from torch.utils import _pytree
 
 from .. import autograd
 from ..heads.functional import NAMES, operands, qk_norm
-from ..heads.problem import Heads, Settings
+from ..heads.operands import Settings
+from ..heads.problem import Heads, heads_of
 from ..heads.reference import rotated
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
@@ -298,7 +299,7 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
         "weight_offset": weight_offset,
         "rounding": "x_hat" if rounds_x_hat else "once",
     }
-    heads = operands(q.x, k.x, **named)
+    heads = heads_of(operands(q.x, k.x, **named))
     for at, dtype in enumerate((q_dtype, k_dtype)):  # of the norm's result
         if {heads.output_dtype(at), functools.reduce(torch.promote_types, (cos.dtype, sin.dtype), dtype)} != {dtype}:
             return None

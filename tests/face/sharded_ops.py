@@ -241,6 +241,32 @@ def norms_of_heads(world: World) -> None:
             torch.testing.assert_close(each.full_tensor(), right, rtol=1e-9, atol=1e-9)
 
 
+def packed_norms_of_heads(world: World) -> None:
+    """Sharded along the batch or the tokens, a tensor of q, k and v needs no collective in its backward."""
+    mesh, n = world.mesh(), world.size
+    qkv, weight = draw(world, n, 2 * n, 4 * COLS, seed=1), draw(world, COLS, seed=2)
+    for dim, table, of_table in ((0, (2 * n,), Replicate()), (1, (2 * n,), Shard(0)), (0, (n, 2 * n), Shard(0))):
+        for grouped in (False, True):
+            cos, sin = draw(world, *table, COLS, seed=3), draw(world, *table, COLS, seed=4)
+            whole = [each.requires_grad_(at < 2) for at, each in enumerate((qkv, weight, cos, sin))]
+            places = Shard(dim), Replicate(), of_table, of_table
+            parts = [
+                distribute_tensor(each.detach(), mesh, [place]).requires_grad_(each.requires_grad)
+                for each, place in zip(whole, places, strict=True)
+            ]
+
+            def run(qkv, weight, cos, sin, grouped=grouped):
+                outputs = fusednorm.qk_norm_packed(qkv, 2, 1, weight, None, rotary=(cos, sin), grouped=grouped)
+                return *outputs, *torch.autograd.grad(outputs, (qkv, weight), [each.detach() for each in outputs])
+
+            with Log() as log:
+                got = run(*parts)
+            assert not log.collectives(), log.ops
+            assert log.ops.count("fusednorm.head_norm_bwd_packed.default") == 1, log.ops
+            for each, right in zip(got, run(*whole), strict=True):
+                torch.testing.assert_close(each.full_tensor(), right, rtol=1e-9, atol=1e-9)
+
+
 def collectives_are_those_of_atens_rules(world: World) -> None:
     """Sharded rows need no collective. A sharded normalized dim gets the redistribution that ATen's LayerNorm gets."""
     compare_collectives(world, Shard(0), Shard(1), Replicate(), Partial("sum"))

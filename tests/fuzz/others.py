@@ -13,8 +13,10 @@ from torch import Tensor
 
 from fusednorm.columns import reference as columns
 from fusednorm.columns.ops import column_sum
-from fusednorm.heads import ops as heads
+from fusednorm.heads import operands as heads
 from fusednorm.heads.problem import Packing
+from fusednorm.heads.reference import formula
+from fusednorm.operands import as_op
 
 COLUMN_SUM = "column_sum"
 OTHERS = (heads.FORWARD, heads.BACKWARD, heads.PACKED, COLUMN_SUM)
@@ -127,11 +129,7 @@ class OtherCall:
         if self.op == COLUMN_SUM:
             dtype = self.dtypes["out"] or self.dtypes["x"]
             return tuple(columns.formula(arguments["inputs"], self.given["total"], dtype))
-        names = set(heads.Settings._fields)
-        by_position = [value for name, value in arguments.items() if name not in names]
-        return tuple(
-            heads.Call(self.op, by_position, {k: v for k, v in arguments.items() if k in names}).formula()
-        )
+        return tuple(as_op(self.op, formula)(**arguments))
 
 
 LAYOUTS = {"contiguous": lambda tensor: tensor, "row_strided": row_strided, "unaligned": unaligned}

@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch):
-    monkeypatch.setattr(ops.Call, "formula", None)
+    monkeypatch.setattr(ops, "formula", None)
     monkeypatch.setattr(gpus, "spec_of", lambda device: A100)
     monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
     monkeypatch.setattr(canonical, "of_architecture", lambda device: replace(SMALL_GPU, arch=device.arch))

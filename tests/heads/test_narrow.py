@@ -33,7 +33,7 @@ def kernels_for_a_small_gpu(monkeypatch):
     """Few CTAs, so that each walks over several row tiles; no formula in place of a kernel."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
     monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
-    monkeypatch.setattr(ops.Call, "formula", None)
+    monkeypatch.setattr(ops, "formula", None)
     head_plan.choose.cache_clear()
     with kernels_on("cpu"), guarded_buffers():
         yield
@@ -187,7 +187,7 @@ class Repeats:
 
     @staticmethod
     def outputs(program):
-        return [each and torch.empty(each.shape, dtype=each.dtype) for each in program.outputs]
+        return tuple(each and torch.empty(each.shape, dtype=each.dtype) for each in program.outputs)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from planning import make_problem, meta_call
 
 from fusednorm.columns.plan import Choice, choose
 from fusednorm.columns.problem import check_column_sum
-from fusednorm.heads.problem import Packing, Settings
+from fusednorm.heads.problem import Packing
 from fusednorm.host import fallback, torch_compat, triton_compat
 from fusednorm.host.triton_compat import RELEASES
+from fusednorm.operands import operands_of
 from fusednorm.planner.device import H200
 from fusednorm.planner.norm_problem import NormProblem
 
@@ -69,18 +70,19 @@ def programs(given) -> tuple:
 
 def program_of_heads(case: HeadCase) -> tuple:
     """The same of a backward for slices of a packed tensor."""
-    from fusednorm.heads import launch, ops, plan
+    from fusednorm.heads import call, launch, plan
+    from fusednorm.heads.operands import PACKED
 
     width = (case.heads + 2 * case.kv_heads) * case.cols
     packing, packed = Packing(case.heads, case.kv_heads), torch.randn(case.batch, case.tokens, width).bfloat16()
     q, k, v = packing.split(packed)
-    tables, settings = [each[:, :, None].bfloat16() for each in case.tables()], Settings()
+    tables = [each[:, :, None].bfloat16() for each in case.tables()]
     weights = torch.ones(2, case.cols).bfloat16().unbind()
     grads = [each.contiguous() for each in (q, k, v)]
     arguments = grads, packed, weights, (None, None), *tables, 1e-6, [True] * 5, *packing
-    given = ops.Call(ops.PACKED, arguments, settings._asdict()).check()
-    program = launch.program_of(given, plan.plans_of(given.launches(), H200), H200)
-    return program, given.tensors, given.heads.inputs[0].shape
+    given = operands_of(PACKED, arguments, {})
+    program = launch.program_of(given, plan.plans_of(call.calls_of(given), H200), H200)
+    return program, given.tensors, q.shape
 
 
 def launches(given) -> list[tuple[list, list]]:

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 from devices import named  # noqa: E402
 
 from fusednorm.heads import launch as head_launch  # noqa: E402
-from fusednorm.heads import ops as head_ops  # noqa: E402
+from fusednorm.heads.call import calls_of  # noqa: E402
+from fusednorm.heads.operands import OPS as HEAD_OPS  # noqa: E402
 from fusednorm.heads.plan import plans_of  # noqa: E402
-from fusednorm.heads.problem import Settings  # noqa: E402
 from fusednorm.host import fallback, launch  # noqa: E402
 from fusednorm.operands import FORWARD, OPS, operands_of  # noqa: E402
 from fusednorm.planner.plan import ReferencePlan  # noqa: E402
@@ -53,12 +53,10 @@ def test_every_kernel_of_the_norms_is_run(monkeypatch):
 
 def test_every_kernel_of_the_norms_of_heads_is_run():
     spec, found = named("H200"), set()
-    for name in head_ops.SCHEMAS:
+    for name in HEAD_OPS:
         for call in sanitize.calls_of_heads(name):
-            arguments = call.arguments("cpu")
-            named_ones = {key: arguments.pop(key) for key in Settings._fields if key in arguments}
-            given = head_ops.Call(name, [*arguments.values()], named_ones).check()
-            planned = plans_of(given.launches(), spec)
+            given = operands_of(name, (), call.arguments("cpu"))
+            planned = plans_of(calls_of(given), spec)
             found |= {each.kernel.__name__ for each in head_launch.program_of(given, planned, spec).launches}
     assert found == {"forward", "backward", "finalize_several"}
 

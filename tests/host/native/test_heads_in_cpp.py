@@ -13,7 +13,6 @@ from head_norms import HeadCase
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm.heads import native as heads_native
 from fusednorm.heads import ops
 
 POINTED_TO = fake_gpu.POINTED_TO
@@ -42,11 +41,6 @@ def compute(launched) -> None:
         g = du * weight
         rows("dx_ptrs", at, count).copy_(rstd * (g - x_hat * (g * x_hat).mean(-1, keepdim=True)))
         rows("dw_ptrs", at, 1).copy_((du * x_hat).sum(0, keepdim=True))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_cpp(driver):
-    heads_native.install("CPU")
 
 
 @pytest.fixture(autouse=True)
