@@ -60,7 +60,7 @@ from .operands import (
 from .operands import add as add_to_table
 from .planner.norm_problem import accumulation_dtype
 from .problem.outputs import settings_of
-from .problem.validation import validate
+from .problem.validation import CHECKS, validate
 from .settings import invariance
 from .settings.forcing import asked_variants, force
 from .settings.invariance import as_in_forward
@@ -173,7 +173,8 @@ class NormFunction(Function):
         info, wanted = ctx.info, ctx.needs_input_grad[:-2]
         by = info.by
         saved = dict(zip(by.saved, ctx.saved_tensors, strict=True))
-        of_statistics, behind = ((), others) if info.statistics_inside else (others[:2], others[2:])
+        count = 0 if info.statistics_inside else by.statistics
+        of_statistics, behind = others[:count], others[count:]
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
         mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
         grads = {"grad_out": grad_y}
@@ -183,7 +184,8 @@ class NormFunction(Function):
                 grads["dx"] = more.get(by.grads[at])
                 grads |= {name: grads["dx"] for name in by.copies}  # which autograd casts
         elif grad_y is not None or more:
-            grad_y = torch.zeros_like(saved["x"]) if grad_y is None else grad_y
+            if grad_y is None and by.statistics:  # a norm of heads takes None for zeros
+                grad_y = torch.zeros_like(saved["x"])
             grads |= info.backward(grad_y, saved, mask, more)
         if any(each is not None for each in of_statistics):
             operands = info.operands(grad_y, saved, mask, {})
@@ -200,8 +202,9 @@ _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no cal
 def differentiable_backward(operands: BackwardOperands, eps: float | None) -> Outputs:
     """The outputs of a backward that is itself differentiated, of a node that keeps the statistics inside. They are
     computed again, because gradients flow through them."""
-    mean, rstd = reference.statistics_of(operands, eps)
-    operands = operands._replace(mean=mean, rstd=rstd)
+    if operands.has_statistics:
+        mean, rstd = reference.statistics_of(operands, eps)
+        operands = operands._replace(mean=mean, rstd=rstd)
     return call_op(
         _overload(operands) if torch.compiler.is_dynamo_compiling() else IMPLEMENTATIONS[operands.op], operands
     )
@@ -242,6 +245,20 @@ def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
+def info_for_backward(operands: Operands) -> NodeInfo | None:
+    """What a Function keeps of its forward for `outputs_of`; None while Dynamo traces it."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    return node_info(operands, statistics_inside=operands.has_statistics)
+
+
+def outputs_of(info: NodeInfo | None, operands: BackwardOperands) -> Outputs:
+    """The outputs of a backward op, in the backward of a Function that is no NormFunction."""
+    if info is None:
+        return call_op(_overload(operands), operands)
+    return info.outputs(operands, by_dispatcher=native.extension is not None)
+
+
 def _below_autograd(operands: Operands) -> Outputs:
     """The outputs, without a derivative."""
     outputs = _without_dispatcher(operands)
@@ -269,7 +286,7 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     wants_statistics = traced or _is_recorded(x, weight, bias)
     operands = ForwardOperands(norm, x, normalized_shape, weight, bias, eps, wants_statistics)
     if not traced:
-        y = (_shown_forward if is_profiled() else _forward)(operands)
+        y = (_shown_forward if is_profiled() else _forward)(operands, wants_statistics)
         if y is not None:
             return y
     if _is_for_onnx():
@@ -280,9 +297,14 @@ def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
 def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
     """What a form's forward op returns without the statistics, for all of its arguments by position: y, or y and what
     follows."""
-    operands = operands_of(name, arguments, {})
+    return of_operands(operands_of(name, arguments, {}))
+
+
+def of_operands(operands: Operands) -> Tensor | tuple[Tensor, ...]:
+    """The same for operands."""
     try:
-        if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None:  # sizes are tensors then
+        if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None and operands.normalized_shape:
+            # sizes are tensors then
             operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
         return _of_form(operands)
     except (AttributeError, TypeError, RuntimeError):
@@ -302,19 +324,21 @@ def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     elif is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
         outputs = call_op(_overload(operands), operands)
     else:
-        operands = operands._replace(wants_statistics=_is_recorded(*operands.tensors))
-        outputs = (_shown_forward if is_profiled() else _forward)(operands)
+        recorded = _is_recorded(*operands.tensors)
+        if operands.has_statistics:
+            operands = operands._replace(wants_statistics=recorded)
+        outputs = (_shown_forward if is_profiled() else _forward)(operands, recorded)
         if outputs is not None:
             return outputs
         outputs = call_op(IMPLEMENTATIONS[operands.op], operands)
-    return _without_statistics(outputs)
+    return _without_statistics(outputs) if operands.has_statistics else outputs
 
 
 def _without_statistics(outputs: Outputs) -> Tensor | tuple[Tensor, ...]:
     return outputs[0] if len(outputs) == OWN_OUTPUTS else (outputs[0], *outputs[OWN_OUTPUTS:])
 
 
-def _forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
+def _forward(operands: Operands, recorded: bool) -> Tensor | tuple[Tensor, ...] | None:
     """The outputs without the statistics if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode
     AD is active; else None."""
     if type(operands.x) not in PLAIN_TYPES or is_intercepted():
@@ -322,17 +346,17 @@ def _forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
     outputs, _ = prepared.run(operands, _first_if_plain)
     if outputs is None:
         return None
-    if not operands.wants_statistics:
-        return _without_statistics(outputs)
-    return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=True))
+    if recorded:
+        return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=operands.has_statistics))
+    return _without_statistics(outputs) if operands.has_statistics else outputs
 
 
-def _shown_forward(operands: Operands) -> Tensor | tuple[Tensor, ...] | None:
+def _shown_forward(operands: Operands, recorded: bool) -> Tensor | tuple[Tensor, ...] | None:
     """`_forward`, shown to torch.profiler as the dispatcher shows an op that it runs."""
     if not _is_plain(operands.tensors):
         return None
     with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
-        return _forward(operands)
+        return _forward(operands, recorded)
 
 
 def _is_for_onnx() -> bool:
@@ -421,12 +445,16 @@ def register(op: Op) -> None:
         ops.LIBRARY.impl(name, as_op(name, reference.formula), key)
 
 
-def add(op: Op, formula: Callable[..., tuple]) -> None:
+def add(op: Op, formula: Callable[..., Any], check: Callable | None = None, launch: Callable | None = None) -> None:
     """Add an op to the package: torch.ops.fusednorm gets it, with a fake and derivatives. `formula` has its arguments
     and outputs, as tensor code that can be differentiated. CUDA tensors run kernels if op.form is not None; then
-    FORMS of kernels/rowmath.py must have its name."""
+    FORMS of kernels/rowmath.py must have its name. An op that is no norm of rows comes with its own check
+    (validation.CHECKS) and launch (ops.LAUNCHES), and is in a table of its own."""
     reference.FORMULAS[op.name] = formula
-    add_to_table(op)
+    if check and launch:
+        CHECKS[op.name], ops.LAUNCHES[op.name] = check, launch
+    else:
+        add_to_table(op)
     ops.register(op)
     register(op)
     native.add(op)

@@ -280,6 +280,7 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     op              the op's name
     form            the op's form, with what the operands say of it
     tensors         the values of these
+    has_statistics  whether the ops return or take statistics
     rows            the tensors of x's shape that are read in place
     differentiable  the tensors that an output's values depend on
     """
@@ -294,6 +295,7 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     made.__module__, made.slots, made.direction = __name__, slots, direction
     if "normalized_shape" not in made._fields:
         made.normalized_shape = ()
+    made.has_statistics = any(slot.role in (Role.STATISTIC, Role.FLAG) for slot in slots)
     made.outputs = _together([op.outputs for op in ops], last.outputs if last else ())
     made.op = property(lambda self: self.norm + middle + self.suffix)
     made.form = property(lambda self: _form(self.op, names_of_form, tuple([self[at] for at in fields])))
@@ -408,6 +410,7 @@ class Derivative(NamedTuple):
     sources: tuple[int, ...]  # which of the forward's tensors or, behind these, of its outputs after y each is
     gradients: tuple[str, ...]  # of the forward's tensors: the backward's outputs, or grad_out
     mask: tuple[tuple[int, ...], ...]  # for each output of the backward, the tensors that want it
+    statistics: int  # the outputs between the first and others, whose gradients no operand takes
     grads: tuple[str | None, ...]  # the operands that take the gradients of the outputs behind the statistics
     passed: tuple[int, ...]  # which of these outputs are the backward's x, so that their gradients are added to dx
     of_dx: tuple[int, ...]  # the outputs of the backward that are made of dx
@@ -429,12 +432,14 @@ def derivative_of(forward: str) -> Derivative:
     own = dict(zip(of.tensor_names, outputs))  # noqa: B905  tables have no gradient
     gradients = [slots[name].gradient or own.get(name, outputs[0]) for name in of.tensor_names]
     mask = [tuple(at for at, gradient in enumerate(gradients) if gradient == name) for name in outputs]
-    behind = of.outputs[OWN_OUTPUTS:]
+    statistics = [output for output in of.outputs if output.role is Role.STATISTIC]
+    behind = of.outputs[1 + len(statistics) :]
     return Derivative(
         tuple(saved),
         tuple(saved.values()),
         tuple(gradients),
         tuple(mask),
+        len(statistics),
         tuple(output.gradient for output in behind),
         tuple(at for at, output in enumerate(behind) if output.operand == "x"),
         tuple(at for at, output in enumerate(backward.outputs) if output.is_of_dx),
@@ -445,9 +450,9 @@ def derivative_of(forward: str) -> Derivative:
 
 
 def backward_of(forward: str, **given: Any) -> Operands:
-    """The operands of the backward of a forward op: those given, and defaults of the schema."""
+    """The operands of the backward of a forward op: those given that it has, and defaults of the schema."""
     by = TRANSLATIONS[TRANSLATIONS[forward].backward]
-    return by.type(*(by.template | given).values())
+    return by.type(*[given.get(name, default) for name, default in by.template.items()])
 
 
 def op_arguments(operands: Operands) -> tuple[tuple, dict[str, Any]]:

@@ -87,6 +87,7 @@ from .namespace import NAMESPACE
 from .operands import (
     FORWARD,
     OPS,
+    TRANSLATIONS,
     Op,
     Operands,
     Output,
@@ -146,10 +147,20 @@ def launched(operands: Operands) -> tuple[Outputs, Program | None]:
     return prepared.run(operands, first) if runs_kernels(operands.x) else first(operands)
 
 
+Launched = tuple[Outputs | None, Program | None]
+# Of ops that are no norms of rows: checked operands to outputs. None for both leaves the call to the formula.
+LAUNCHES: dict[str, Callable[[Operands, prepared.Miss | None], Launched]] = {}
+
+
 def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
     """`launched`, if there is no program yet."""
-    if OPS[operands.op].form is None:
+    if TRANSLATIONS[operands.op].op.form is None:
         return reference.run(operands), None
+    own = LAUNCHES.get(operands.op)
+    if own:
+        validate(operands)
+        outputs, program = own(operands, miss) if runs_kernels(operands.x) else (None, None)
+        return (reference.run(operands), None) if outputs is None else (outputs, program)
     call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
     wanted = call.problem.wants_any
     if not wanted and not call.added_outputs:
@@ -214,7 +225,8 @@ def register(op: Op) -> None:
     name = op.name
     KERNELS[name] = as_op(name, run)
     keys = ("CPU",) if native.extension else ("CPU", "CUDA")
-    define(schema_of(op), as_op(name, fake), (KERNELS[name], keys), (as_op(name, _refuse), ELSEWHERE))
+    elsewhere = as_op(name, run if op.of_lists else _refuse)  # an empty list has no device
+    define(schema_of(op), as_op(name, fake), (KERNELS[name], keys), (elsewhere, ELSEWHERE))
 
 
 def define(schema: str, fake: Callable, *implementations: tuple[Callable, Sequence[str]]) -> None:

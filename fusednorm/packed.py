@@ -12,7 +12,6 @@ from torch.autograd import Function
 
 from . import autograd, functional
 from .forms import ROUNDINGS
-from .host import native
 from .host.torch_compat import recorder
 from .namespace import TORCH_OPS
 from .operands import call_op, op_outputs, operands_of
@@ -117,8 +116,7 @@ class PackedFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed, weight, bias, *statistics)
         ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
-        compiling = torch.compiler.is_dynamo_compiling()
-        ctx.info = None if compiling else autograd.node_info(operands, statistics_inside=True)
+        ctx.info = autograd.info_for_backward(operands)
         return y, *_others(packed, places)
 
     @staticmethod
@@ -133,10 +131,7 @@ class PackedFunction(Function):
         given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
         given |= {"width": packed.shape[-1], "x_at": x_at, "gate_at": gate_at} | ctx.settings
         operands = operands_of(ctx.op, (), given)
-        if ctx.info:
-            found = ctx.info.outputs(operands, by_dispatcher=native.extension is not None)
-        else:
-            found = call_op(getattr(TORCH_OPS, ctx.op).default, operands)
+        found = autograd.outputs_of(ctx.info, operands)
         return None, None, None, None, None, *found
 
 

@@ -118,6 +118,15 @@ class HeadCase:
         return out
 
 
+def without_formulas(monkeypatch) -> None:
+    """No formula runs in place of a kernel."""
+    from fusednorm import reference
+    from fusednorm.heads.operands import OPS
+
+    for name in OPS:
+        monkeypatch.delitem(reference.FORMULAS, name)
+
+
 def calls_of(case: HeadCase) -> list:
     """The forward and the backward that qk_norm describes for tensors like the case's, with every gradient wanted."""
     from fusednorm.heads import call, functional

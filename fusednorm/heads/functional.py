@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import functional
+from .. import autograd, functional
 from ..forms import ROUNDINGS
 from ..host import native
 from ..host.torch_compat import recorder
 from ..operands import TRANSLATIONS, Operands
 from ..planner.norm_problem import accumulation_dtype
 from ..problem.validation import require_strided
-from ..settings import invariance
-from . import ops
+from . import ops  # noqa: F401  registers them
 from .operands import FORWARD, PACKED, Settings
 from .problem import Heads, Packing, heads_of, validate
 from .reference import rotated
@@ -160,9 +159,11 @@ class PackedFunction(Function):
     def forward(ctx, packing, eps, settings, qkv, q_weight, k_weight, q_bias, k_bias, cos, sin):
         parameters = q_weight, k_weight, q_bias, k_bias
         ctx.save_for_backward(qkv, *parameters, cos, sin)
-        ctx.packing, ctx.eps, ctx.settings, ctx.invariance = packing, eps, settings, invariance.of_forward()
+        ctx.packing, ctx.eps, ctx.settings = packing, eps, settings
         *both, v = Packing(*packing).split(qkv)
-        return *_forward("qk_norm_packed", _of(*both, parameters, cos, sin, eps, Settings(*settings))), v
+        given = _of(*both, parameters, cos, sin, eps, Settings(*settings))
+        ctx.info = autograd.info_for_backward(given)
+        return *_forward("qk_norm_packed", given), v
 
     @staticmethod
     def backward(ctx, *grads):
@@ -170,7 +171,7 @@ class PackedFunction(Function):
         wanted = ctx.needs_input_grad[3:8]
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
         given = *grads, qkv, *parameters, cos, sin, ctx.eps, mask, *ctx.packing, *ctx.settings
-        found = invariance.call_as(ctx.invariance, ops.call, Backward("head", *given))
+        found = autograd.outputs_of(ctx.info, Backward("head", *given))
         return None, None, None, *found, None, None
 
 
@@ -181,7 +182,7 @@ def _forward(op: str, operands: Operands) -> tuple[Tensor, ...]:
     for name, each in zip(NAMES, operands.tensors, strict=False):
         if each is not None or name in "qk":
             require_strided(op, name, each)
-    return ops.call(operands)
+    return autograd.of_operands(operands)
 
 
 def _settings(

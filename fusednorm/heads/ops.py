@@ -28,111 +28,24 @@ Errors
 
 from __future__ import annotations
 
-import functools
-from functools import partial
-from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd import Function
-
-from .. import sharding
-from ..host import native, prepared, torch_compat
-from ..host.kernel_devices import runs_kernels
-from ..host.program import Program
-from ..host.torch_compat import is_intercepted, is_traced, needs_formula
-from ..namespace import TORCH_OPS
-from ..operands import Operands, Outputs, as_op, backward_of, call_op
-from ..ops import define_of_list, schema_of
-from ..settings import invariance
-from .call import outputs_of
-from .operands import FORWARD, OPS
+from .. import autograd
+from ..operands import Operands, as_op
+from .operands import OPS
 from .problem import check
 from .reference import formula
 
-
-@functools.cache
-def _launch() -> ModuleType:
-    from . import launch  # imports Triton, which a process without CUDA tensors need not have
-
-    return launch
+if TYPE_CHECKING:
+    from ..host.prepared import Miss
+    from ..ops import Launched
 
 
-def fake(operands: Operands) -> Outputs:
-    check(operands)
-    return tuple(each and operands.x.new_empty(each[0], dtype=each[1]) for each in outputs_of(operands))
+def launch(operands: Operands, miss: Miss | None) -> Launched:
+    from .launch import run  # imports Triton, which a process without CUDA tensors need not have
 
-
-def launched(operands: Operands) -> tuple[Outputs, Program | None]:
-    """(the outputs of an op on CPU and CUDA, the program that has made them if it is kept)"""
-    return prepared.run(operands, _first) if runs_kernels(operands.x) else _first(operands)
-
-
-def _first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
-    """`launched`, if there is no program yet."""
-    check(operands)
-    if runs_kernels(operands.x):
-        outputs, program = _launch().run(operands, miss)
-        if outputs is not None:
-            return outputs, program
-    with torch.no_grad():
-        return formula(operands), None
-
-
-def _below(operands: Operands) -> Outputs:
-    return launched(operands)[0]
-
-
-def above(operands: Operands) -> Outputs:
-    """An op at autograd's dispatch key."""
-    recorded = _is_recorded(operands)
-    if needs_formula() or (recorded and operands.op != FORWARD):
-        return formula(operands)
-    sharding.register_where_needed()
-    op, kernel = getattr(TORCH_OPS, operands.op), as_op(operands.op, _below)
-    outputs = call_op(partial(torch_compat.below_autograd, op, kernel), operands)
-    return _record(operands, outputs) if recorded else outputs
-
-
-def _is_recorded(operands: Operands) -> bool:
-    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands.tensors)
-
-
-class HeadNormFunction(Function):
-    """apply(operands, outputs, *operands.tensors) returns the outputs, which a forward has made."""
-
-    @staticmethod
-    def forward(ctx, operands, outputs, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.kept = {"eps": operands.eps, **operands.form._asdict()}
-        ctx.names, ctx.invariance = operands.tensor_names, invariance.of_forward()
-        return outputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        tensors, wanted = dict(zip(ctx.names, ctx.saved_tensors, strict=True)), ctx.needs_input_grad[2:-2]
-        given = {"grad_out": grads[0], "grad_k": grads[1], "output_mask": list(wanted)}
-        operands = backward_of(FORWARD, **tensors, **given, **ctx.kept)
-        return None, None, *invariance.call_as(ctx.invariance, call, operands), None, None
-
-
-def _record(operands: Operands, outputs: Outputs) -> Outputs:
-    return torch_compat.record(HeadNormFunction)(operands, outputs, *operands.tensors)
-
-
-def call(operands: Operands) -> Outputs:
-    """The outputs of an op. Without C++, a call that has run before skips the dispatcher if nobody intercepts it
-    there."""
-    if not (native.extension or is_traced() or is_intercepted() or torch_compat.is_profiled()):
-        recorded = _is_recorded(operands)
-        if runs_kernels(operands.x) and (operands.op == FORWARD or not recorded):
-            outputs, _ = prepared.run(operands)
-            if outputs is not None:
-                return _record(operands, outputs) if recorded else outputs
-    return call_op(getattr(TORCH_OPS, operands.op), operands)
+    return run(operands, miss)
 
 
 for _name, _op in OPS.items():
-    define_of_list(schema_of(_op), *[as_op(_name, each) for each in (fake, _below, above, formula)])
-    if native.extension:
-        differentiable = {"differentiable_backward": lambda operands, eps: formula(operands)}
-        native.add(_op, launched, above=above, **differentiable)
+    autograd.add(_op, as_op(_name, formula), check, launch)

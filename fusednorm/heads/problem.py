@@ -68,8 +68,8 @@ def grads_of(operands: Operands) -> list[Tensor | None]:
     return [getattr(operands, slot.name) for slot in GRADS if hasattr(operands, slot.name)]
 
 
-def check(operands: Operands) -> None:
-    """Raises as `validate` does, and as `Packing.check`."""
+def check(operands: Operands) -> torch.Size:
+    """The shape of the rows of x. Raises as `validate` does, and as `Packing.check`."""
     op, packing, grads = operands.op, packing_of(operands), grads_of(operands)
     if packing:
         require_strided(op, "qkv", operands.x)
@@ -78,6 +78,7 @@ def check(operands: Operands) -> None:
     validate(op, heads, grads)
     if grads and len(operands.output_mask) != len(operands.outputs):
         raise RuntimeError(f"{op}: output_mask must have one flag per gradient, got {list(operands.output_mask)}")
+    return operands.x.shape[:-1]
 
 
 def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None:

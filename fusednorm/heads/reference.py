@@ -11,12 +11,11 @@ from ..operands import Operands, Outputs
 from ..planner.norm_problem import accumulation_dtype
 from ..reference import affine, input_gradient, normalized, rounded
 from .call import apart, joined, with_zeros
-from .problem import Heads, check, grads_of, heads_of, packing_of
+from .problem import Heads, grads_of, heads_of, packing_of
 
 
 def formula(operands: Operands) -> Outputs:
-    """The outputs of an op, as tensor code. Checks the operands."""
-    check(operands)
+    """The outputs of an op for checked operands."""
     if not grads_of(operands):
         return tuple(forward_formula(heads_of(operands)))
     if packing_of(operands):

@@ -46,7 +46,6 @@ BYTES_OF_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4, "fp64": 8}  # numeric paramet
 
 
 _numbers: dict[str, int] = {}  # of the ops that C++ knows, by name
-_added: dict[str, dict[str, Callable]] = {}  # the functions that run an op, in place of those of `install`
 _installers: list[Callable[[Op], None]] = []  # one for each dispatch key
 
 
@@ -70,7 +69,6 @@ def install(
     def install_op(op: Op) -> None:
         given = {"above": above, "below": below, "differentiable_backward": differentiable_backward}
         given["statistics_gradients"] = statistics_gradients
-        given |= _added.get(op.name, {})
         functions = {name: functools.partial(_run, each, op) for name, each in given.items()}
         extension.install(_numbers[op.name], key, **functions)
 
@@ -78,16 +76,13 @@ def install(
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
-    for op in (*OPS.values(), *[TRANSLATIONS[name].op for name in _added]):
+    for op in [each.op for each in TRANSLATIONS.values()]:
         _describe(op)
         install_op(op)
 
 
-def add(op: Op, launched: Callable | None = None, **functions: Callable) -> None:
-    """Register an op at the dispatch keys that `install` was called for. `launched` and other functions of its operands
-    run it in place of those that `install` was given, also at keys that follow."""
-    if launched:
-        _added[op.name] = functions | {"below": _and_program(launched)}
+def add(op: Op) -> None:
+    """Register an op at the dispatch keys that `install` was called for."""
     for each in _installers:
         _describe(op)
         each(op)

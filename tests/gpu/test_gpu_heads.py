@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import head_norms
 import hf_models
 import pytest
 import torch
@@ -12,7 +13,6 @@ from head_norms import BF16, CASES, FP16, FP32, FP64, HeadCase, assert_errs_no_m
 from op_log import OpLog
 
 import fusednorm
-from fusednorm.heads import ops
 from fusednorm.heads.problem import Packing
 from fusednorm.host import native
 
@@ -28,7 +28,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch):
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP32), (FP32, FP32), (FP64, FP64)], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import head_norms
 import pytest
 import torch
 from cases import BF16, FP16, FP32, row_strided, unaligned
@@ -13,7 +14,6 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import batch_invariant, force, sm_margin
-from fusednorm.heads import ops
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +96,7 @@ HEADS = [
 
 @pytest.mark.parametrize("case", HEADS, ids=str)
 def test_norms_of_heads(case, monkeypatch):
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     given, tables = case.tensors("cuda"), case.tables("cuda")
     weights = {name: each for name, each in given.items() if name not in "qk"}
     leaves, grads = [given["q"], given["k"]], [torch.randn_like(given[name]) for name in "qk"]
@@ -116,7 +116,7 @@ def test_norms_of_heads(case, monkeypatch):
 @pytest.mark.parametrize("case", HEADS[:3], ids=str)
 def test_ordered_sums_of_norms_of_heads(case, monkeypatch):
     """Three micro-batches of two samples, the last of one."""
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     case = HeadCase(**{**vars(case), "batch": 5, "weight_dtype": FP32, "tokens": 8 * (case.tokens // 8)})
     given, tables = case.tensors("cuda"), case.tables("cuda")
     grads, names = [torch.randn_like(given[name]) for name in "qk"], [name for name in given if name not in "qk"]

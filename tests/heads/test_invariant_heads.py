@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import head_norms
 import pytest
 import torch
 from head_norms import BF16, FP32, HeadCase, calls_of
@@ -12,7 +13,6 @@ from torch import Tensor
 
 import fusednorm
 from fusednorm import batch_invariant
-from fusednorm.heads import ops
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.problem import Packing
 from fusednorm.host import fallback, gpus
@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch):
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     monkeypatch.setattr(gpus, "spec_of", lambda device: A100)
     monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
     monkeypatch.setattr(canonical, "of_architecture", lambda device: replace(SMALL_GPU, arch=device.arch))

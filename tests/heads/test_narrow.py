@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import head_norms
 import pytest
 import torch
 from cases import guarded_buffers
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm.heads import ops
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.call import rows_of
 from fusednorm.heads.problem import Packing
@@ -33,7 +33,7 @@ def kernels_for_a_small_gpu(monkeypatch):
     """Few CTAs, so that each walks over several row tiles; no formula in place of a kernel."""
     monkeypatch.setattr(gpus, "spec_of", lambda device: SMALL_GPU)
     monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     head_plan.choose.cache_clear()
     with kernels_on("cpu"), guarded_buffers():
         yield

@@ -28,8 +28,8 @@ MAY_IMPORT = {
     },
     "columns": {"host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},
     "heads": {
-        *("forms", "functional", "host", "kernels", "namespace", "operands", "ops", "planner", "problem", "reference"),
-        *("settings", "sharding"),
+        *("autograd", "forms", "functional", "host", "kernels", "operands", "planner", "problem", "reference"),
+        "settings",
     },
     "forms": set(),
     "operands": {"forms"},

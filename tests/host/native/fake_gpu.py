@@ -611,8 +611,9 @@ def miss_of(operands) -> prepared.Miss | None:
 def launched(operands):
     """In place of ops.launched, which would send CPU tensors to ATen."""
     forward = operands.direction == "forward"
-    problem = (check_forward if forward else check_backward)(operands).problem
-    mask = () if forward else ((problem.wants_dx, problem.wants_dw, problem.wants_db),)
-    GPU.python_calls.append((problem.direction, operands.norm, *mask))
+    if operands.norm != "head":
+        problem = (check_forward if forward else check_backward)(operands).problem
+        mask = () if forward else ((problem.wants_dx, problem.wants_dw, problem.wants_db),)
+        GPU.python_calls.append((problem.direction, operands.norm, *mask))
     with kernels_on("cpu"):
         return ops.first(operands, miss_of(operands) if GPU.remembers else None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import head_norms
 import pytest
 import torch
 from head_norms import BF16, FP32, HeadCase, assert_errs_no_more_than_plain_code
 from simulator.host import simulated
 
 import fusednorm
-from fusednorm.heads import ops
 from fusednorm.heads.problem import Packing
 
 CASES = [
@@ -21,7 +21,7 @@ CASES = [
 @pytest.mark.parametrize("device", ["H200", "A100"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_kernels_give_the_numbers_of_float64_autograd(case, device, monkeypatch):
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     given = case.tensors()
     with simulated(device, 1) as simulation:
         assert_errs_no_more_than_plain_code(case, given, case.run(given))
@@ -31,7 +31,7 @@ def test_compiled_kernels_give_the_numbers_of_float64_autograd(case, device, mon
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_gradient_of_v_is_copied_by_the_same_launch(grouped, monkeypatch):
-    monkeypatch.setattr(ops, "formula", None)
+    head_norms.without_formulas(monkeypatch)
     packed = torch.randn(2, 9, 8 * 48, dtype=BF16, requires_grad=True)
     with simulated("H200", 1) as simulation:
         got = fusednorm.qk_norm_packed(packed, 4, 2, eps=1e-3, grouped=grouped)
