@@ -239,13 +239,6 @@ def define(schema: str, fake: Callable, *implementations: tuple[Callable, Sequen
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
 
 
-def define_of_list(schema: str, fake: Callable, below: Callable, above: Callable, formula: Callable) -> None:
-    """Define an op of a list of tensors: below and above autograd, and for torch.autograd's older vmap."""
-    # An empty list has no device: `below` raises for it.
-    above_keys = "Autograd", "FuncTorchBatchedDecomposition"
-    define(schema, fake, (below, ELSEWHERE), (above, above_keys), (formula, ("Batched",)))
-
-
 for _op in OPS.values():
     register(_op)
 

@@ -27,7 +27,7 @@ from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import needs_formula
 from ..namespace import TORCH_OPS
-from ..ops import define_of_list
+from ..ops import ELSEWHERE, define
 from ..problem.rows import packed
 from ..settings import invariance
 from .plan import MAX_TENSORS
@@ -134,4 +134,6 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
     return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
 
 
-define_of_list(SCHEMA, _fake, below=_run, above=_above, formula=formula)
+# An empty list has no device: `_run` raises for it. "Batched" is the key of torch.autograd's older vmap.
+_keys = (_run, ELSEWHERE), (_above, ("Autograd", "FuncTorchBatchedDecomposition")), (formula, ("Batched",))
+define(SCHEMA, _fake, *_keys)

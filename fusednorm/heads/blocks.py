@@ -6,6 +6,7 @@ A token is a row of the norms beside q and k, and has all their heads. The first
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from ..operands import Operands, Role
 from .call import outputs_of, with_tensors
-from .problem import grads_of, heads_of, packing_of
+from .problem import heads_of, packing_of
 
 
 def of(given: Operands, tokens: int) -> list[Operands]:
     """The call for each block of so many tokens; itself alone if that is all, or if no float32 sum is wanted. Raises
     RuntimeError if a block would end within what an index of the first dim has."""
-    sums = [each[1] for each in outputs_of(given)[_inputs(given) :] if each]
-    if not grads_of(given) or not sums or any(each.itemsize < torch.float32.itemsize for each in sums):
+    pairs = zip(given.outputs, outputs_of(given), strict=True)
+    sums = [made[1] for output, made in pairs if made and output.role is Role.PARAMETER]
+    if not sums or any(each.itemsize < torch.float32.itemsize for each in sums):
         return [given]
     shape, cut = heads_of(given).inputs[0].shape, _cut(given)
     of_index = math.prod(shape[at] for at in _of_tokens(given) if at != cut)
@@ -32,11 +34,6 @@ def of(given: Operands, tokens: int) -> list[Operands]:
         raise RuntimeError(f"{given.op}: {rule}, those of an index of q's dim {cut}, got {tokens}")
     size = tokens // of_index
     return [_part(given, cut, start, min(size, shape[cut] - start)) for start in range(0, shape[cut], size)]
-
-
-def _inputs(given: Operands) -> int:
-    """How many of the outputs are gradients of inputs."""
-    return 1 if packing_of(given) else 2
 
 
 def _cut(given: Operands) -> int:
@@ -79,12 +76,11 @@ def added_up(given: Operands, found: Sequence[Sequence[Tensor | None] | None]) -
     """The outputs of the call, from those of its blocks. None if ATen must run one of them."""
     if any(each is None for each in found):
         return None
-    cut, made = _cut(given), []
-    for at, (first, *rest) in enumerate(zip(*found, strict=True)):
-        if first is not None and at < _inputs(given):
-            first = torch.cat([first, *rest], cut)
-        elif first is not None:
-            for each in rest:
-                first = first + each
-        made.append(first)
+    made: list[Tensor | None] = []
+    for output, *parts in zip(given.outputs, *found, strict=True):
+        if parts[0] is None:
+            made.append(None)
+        else:
+            is_sum = output.role is Role.PARAMETER
+            made.append(functools.reduce(torch.add, parts) if is_sum else torch.cat(parts, _cut(given)))
     return made

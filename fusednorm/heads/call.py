@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..host.program import Address
-from ..operands import Operands, operands_of, wanted_outputs
+from ..operands import TRANSLATIONS, Operands, operands_of, wanted_outputs
 from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
 from ..problem.outputs import output_dtype
 from ..problem.rows import levels_of
@@ -95,88 +95,67 @@ def with_levels(rows: Rows, levels: int) -> Rows:
     return Rows(rows.sizes + (1,) * more, tuple(each + (0,) * more for each in rows.strides))
 
 
+class Side(NamedTuple):
+    """What a launch has of q, or of k. None for what is absent or not wanted."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    grad: Tensor | None  # of y; None in a forward
+    out: Tensor | None  # y or dx
+    dweight: Tensor | None
+    dbias: Tensor | None
+    name: str
+
+
 class HeadCall(NamedTuple):
     """What one launch computes: a call on alike tensors, which are read in place."""
 
     problem: HeadProblem
-    which: list[int]  # of the inputs
-    heads: Heads
-    grads: Sequence[Tensor]
-    outs: Sequence[Tensor | None]  # the outputs, or the gradients of the inputs
-    sums: Sequence[Tensor]  # the gradients of the weights, then those of the biases
+    heads: Heads  # of q and k both
+    sides: list[Side]
     rows: tuple[int, ...]
     places: tuple[Rows, ...]  # for each: x, the gradients of y and of x, cos and sin, of these what is there
     copy: Sequence[Tensor]  # a tensor, and the one of its shape that it is copied to by the way
     copy_place: Rows | None
 
 
-def _alike(heads: Heads, *more: Sequence[Tensor | None]) -> list[list[int]]:
-    """The inputs that one launch takes together, by their indices: those of one dtype whose parameters, and what `more`
-    has of each, are of one dtype or absent. Inputs without elements are left out."""
-    groups: dict[tuple, list[int]] = {}
-    for at, x in enumerate(heads.inputs):
-        if x.numel():
-            of_it = x, heads.weights[at], heads.biases[at], *[each[at] for each in more]
-            groups.setdefault(tuple([each if each is None else each.dtype for each in of_it]), []).append(at)
-    return list(groups.values())
-
-
-def _described(heads: Heads, grads: Sequence[Tensor], outs: Sequence, sums: Sequence) -> Iterator[HeadCall | None]:
-    """The launches for tensors that are readable in place. None if there are too many rows, or if they lie at too many
-    nested strides.
-
-    outs are the outputs or, with grads, the gradients of the inputs; sums those of the weights and then of the biases.
-    A gradient that is not wanted is None; an input that has no wanted one is in no launch. With one more in grads and
-    outs, the last of grads is copied to the last of outs.
-    """
-    count = len(heads.inputs)
-    copy = (grads[count], outs[count]) if len(grads) > count and outs[count] is not None else ()
-    lists = outs[:count], grads[:count], sums[:count], sums[count:]
-    for which in _alike(heads, *(each for each in lists if each)):
-        some, (ys, dy, dw, db) = heads.some(which), ([each[at] for at in which] if each else [] for each in lists)
-        if any(each is not None for each in (*ys, *dw, *db)):
-            yield _launch_of(which, some, dy, ys, [*dw, *db], copy)
-            copy = ()
-
-
-def _launch_of(which: list[int], heads: Heads, grads, outs, sums, copy) -> HeadCall | None:
-    rows, backward = tuple(math.prod(x.shape[:-1]) for x in heads.inputs), bool(grads)
+def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCall | None:
+    """The launch. None if there are too many rows, or if they lie at too many nested strides."""
+    rows, first = tuple(math.prod(side.x.shape[:-1]) for side in sides), sides[0]
+    backward = first.grad is not None
     if sum(rows) > MOST_ROWS:
         return None
-    places = []
-    for at, x in enumerate(heads.inputs):
-        others = [*grads[at : at + 1], *(each for each in outs[at : at + 1] if backward and each is not None)]
-        places.append(_place(x, *others, table=heads.cos))
+    places = [_place(side.x, side.grad, side.out if backward else None, table=heads.cos) for side in sides]
     copy_place = rows_of(copy[1].shape[:-1], *copy) if copy else None
     if None in places or (copy and copy_place is None):
         return None
     levels = max(len(each.sizes) for each in places) + 1
     tables = [] if heads.cos is None else [heads.cos, heads.sin]
-    weight, bias = heads.weights[0], heads.biases[0]
     problem = HeadProblem(
         "backward" if backward else "forward",
-        len(which),
+        len(sides),
         heads.cols,
-        heads.inputs[0].dtype,
-        (grads or outs)[0].dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
+        first.x.dtype,
+        (first.grad if backward else first.out).dtype,
+        None if first.weight is None else first.weight.dtype,
+        None if first.bias is None else first.bias.dtype,
         heads.settings._replace(rotary_dim=None),
         heads.rotary_dim,
         bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
         tuple(each.dtype for each in tables),
         levels,
         bool(copy),
-        *[wanted is not None for wanted in (outs[0], *sums[:: len(which)]) if backward],
+        *[wanted is not None for wanted in (first.out, first.dweight, first.dbias) if backward],
     )
-    sums = [each for each in sums if each is not None]
     by_level = tuple(with_levels(each, levels) for each in places)
-    return HeadCall(problem, which, heads, grads, outs, sums, rows, by_level, copy, copy_place)
+    return HeadCall(problem, heads, sides, rows, by_level, copy, copy_place)
 
 
-def _place(x: Tensor, *others: Tensor, table: Tensor | None) -> Rows | None:
+def _place(x: Tensor, *others: Tensor | None, table: Tensor | None) -> Rows | None:
     batch = x.shape[:-1]
-    return rows_of(batch, x, *others, *([] if table is None else [table.expand(*batch, -1)]))
+    tensors = x, *others, None if table is None else table.expand(*batch, -1)
+    return rows_of(batch, *[each for each in tensors if each is not None])
 
 
 def with_tensors(operands: Operands, tensors: Sequence[Tensor | None]) -> Operands:
@@ -196,18 +175,44 @@ def with_zeros(operands: Operands) -> Operands:
 
 def in_place(operands: Operands) -> tuple[Operands, list[str]]:
     """The operands with zeros for absent gradients, with copies of the tensors whose rows kernels cannot read in place,
-    and which these are; itself if there are none."""
-    given = with_zeros(operands)
-    heads, grads, copied = _in_place(heads_of(given), grads_of(given))
-    first = heads.inputs
-    if packing_of(given):
-        of_packed = [name for name in copied if name.startswith("inputs")]
-        first = [_packed_in_place(given.x) if of_packed else given.x]
-        if first[0] is given.x:
-            copied = [name for name in copied if name not in of_packed]
-    if not copied:
-        return given, copied
-    return with_tensors(given, [*grads, *first, *heads.weights, *heads.biases, heads.cos, heads.sin]), copied
+    and which these are; itself if there are none. If rows are batch-invariant, every row of a tensor begins at a
+    vector."""
+    given, invariant = with_zeros(operands), bool(invariance.switch.invariance())
+    heads, packing, copies = heads_of(given), packing_of(given), {}
+
+    def read(name: str, tensor: Tensor | None, has_place: bool = True) -> Tensor | None:
+        if tensor is None:
+            return None
+        if invariant and not begins_at_vectors(tensor):
+            copies[name] = _at_vectors(tensor)
+        elif not (has_place and _has_adjacent_columns(tensor)) and not tensor.is_contiguous():
+            copies[name] = tensor.contiguous()
+        return copies.get(name, tensor)
+
+    cos, sin = read("cos", given.cos), read("sin", given.sin)
+    if cos is not None and _steps(cos) != _steps(sin):
+        of_both = (_at_vectors(each) if invariant else each.clone(memory_format=CONTIGUOUS) for each in (cos, sin))
+        copies["cos"], copies["sin"] = cos, _ = of_both
+    for name, of_grad, x in zip(("x", "k"), ("grad_out", "grad_k"), heads.inputs, strict=True):
+        grad = getattr(given, of_grad, None)
+        x = read(name, x, _place(x, grad, table=cos) is not None)
+        read(of_grad, grad, _place(x, grad, table=cos) is not None)
+    for name in ("grad_v", "weight", "k_weight", "bias", "k_bias"):
+        read(name, getattr(given, name, None))
+    if packing and [copies.pop(name) for name in ("x", "k") if name in copies]:
+        whole = _at_vectors(given.x) if invariant else given.x.contiguous()
+        copies |= {} if whole is given.x else {"x": whole}
+    return given._replace(**copies) if copies else given, [names_in_op(given)[name] for name in copies]
+
+
+def names_in_op(operands: Operands) -> dict[str, str]:
+    """How errors of the op name each operand."""
+    by = TRANSLATIONS[operands.op]
+    return {
+        name: f"{argument}[{at}]" if len(names) > 1 else argument
+        for argument, names in zip(by.names, by.lists, strict=True)
+        for at, name in enumerate(names)
+    }
 
 
 def apart(operands: Operands) -> Operands:
@@ -247,59 +252,31 @@ def both_ways(
 
 
 def calls_of(operands: Operands) -> list[HeadCall | None]:
-    """What kernels compute for a call of readable tensors, by tensors without memory. Each of these has an Address
-    among those of the program: the op's tensors, then its outputs."""
+    """What kernels compute for a call of readable tensors, by tensors without memory: a launch for those of q and k
+    that are alike, of one dtype, with parameters and gradients of one dtype or absent. None for what no kernel takes.
+
+    Each tensor has an Address among those of the program: the op's tensors, then its outputs. q or k without elements,
+    or without a wanted gradient, is in no launch. The first launch copies the gradient of v to where it belongs."""
     tensors, packing = operands.tensors, packing_of(operands)
     given = with_tensors(operands, [each if each is None else _symbol(each, at) for at, each in enumerate(tensors)])
     made = [
         each and _symbol(operands.x.new_empty(each[0], dtype=each[1], device="meta"), len(tensors) + at)
         for at, each in enumerate(outputs_of(operands))
     ]
-    heads, outs, sums = heads_of(given), made[:2], made[2:]
+    heads, grads, none = heads_of(given), grads_of(given), [None] * 2
+    outs, sums = made[:2], made[2:] or none * 2
     if packing:
         outs, sums = [None] * 3, made[1:]
         _parts_of(given.x, heads.inputs)
         if made[0] is not None:
             outs = _parts_of(made[0], packing.split(made[0]))
-    return list(_described(heads, grads_of(given), outs, sums))
-
-
-def _in_place(heads: Heads, grads: Sequence[Tensor]) -> tuple[Heads, list[Tensor], list[str]]:
-    """The operands, with copies in place of those whose rows kernels cannot read in place, and what these are. If rows
-    are batch-invariant, every row of a tensor begins at a vector."""
-    copied, invariant = [], bool(invariance.switch.invariance())
-
-    def checked(name: str, tensor: Tensor, can_be_read: bool) -> Tensor:
-        if invariant and not begins_at_vectors(tensor):
-            copied.append(name)
-            tensor = _at_vectors(tensor)
-        elif not (can_be_read or tensor.is_contiguous()):
-            copied.append(name)
-            tensor = tensor.contiguous()
-        return tensor
-
-    cos, sin = (each if each is None else checked("tables", each, _has_adjacent_columns(each)) for each in heads[3:5])
-    if cos is not None and _steps(cos) != _steps(sin):
-        copied.append("tables")
-        cos, sin = (_at_vectors(each) if invariant else each.clone(memory_format=CONTIGUOUS) for each in (cos, sin))
-    inputs, grads = list(heads.inputs), list(grads)
-    for at, x in enumerate(inputs):
-        can_be_read = _place(x, *grads[at : at + 1], table=cos) is not None
-        inputs[at] = checked(f"inputs[{at}]", x, can_be_read and _has_adjacent_columns(x))
-    for at, grad in enumerate(grads):
-        can_be_read = at >= len(inputs) or _place(inputs[at], grad, table=cos) is not None
-        grads[at] = checked(f"grads[{at}]", grad, can_be_read and _has_adjacent_columns(grad))
-    parameters = (
-        [each if each is None else checked(name, each, each.is_contiguous()) for each in some]
-        for name, some in (("weights", heads.weights), ("biases", heads.biases))
-    )
-    return Heads(inputs, *parameters, cos, sin, heads.eps, heads.settings), grads, copied
-
-
-def _packed_in_place(packed: Tensor) -> Tensor:
-    """The tensor, or a copy of it if kernels cannot read rows of it in place. If rows are batch-invariant, these have a
-    multiple of VECTOR columns."""
-    return _at_vectors(packed) if invariance.switch.invariance() else packed.contiguous()
+    copy = (grads[2], outs[2]) if packing and outs[2] is not None else ()
+    alike: dict[tuple, list[Side]] = {}
+    for side in map(Side, *heads[:3], grads[:2] or none, outs[:2], sums[:2], sums[2:], "qk"):
+        *tensors, _ = side
+        if side.x.numel() and any(each is not None for each in tensors[4:]):
+            alike.setdefault(tuple([each if each is None else each.dtype for each in tensors]), []).append(side)
+    return [_call_of(heads, sides, () if at else copy) for at, sides in enumerate(alike.values())]
 
 
 def begins_at_vectors(tensor: Tensor) -> bool:

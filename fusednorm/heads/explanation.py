@@ -76,6 +76,6 @@ def _launches(operands: Operands, spec: DeviceSpec) -> Iterator[HeadLaunch]:
     for way, given in zip(WAYS, both_ways(operands), strict=True):
         readable, copied = in_place(given)
         for call, plan in plans_of(calls_of(readable), spec):
-            names = NAMES if call is None else tuple(NAMES[at] for at in call.which)
+            names = NAMES if call is None else tuple(side.name for side in call.sides)
             ctas = () if isinstance(plan, ReferencePlan) else ctas_of(plan, call.problem, call.rows, spec)
             yield HeadLaunch(way, names, plan, ctas, tuple(copied))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 import triton
+from torch import Tensor
 
 from ..forms import FormSpec
 from ..host import fallback, gpus, launcher, prepared
@@ -89,13 +90,13 @@ def launches_of(
     call: HeadCall, plan: HeadPlan, spec: DeviceSpec, first_partial: int
 ) -> tuple[list[Launch], list[Part]]:
     """The launches, and the parts of the workspace that they need. The first part has the address `first_partial`."""
-    problem, count, cols = call.problem, len(call.which), call.problem.cols
-    heads, lists = call.heads, (call.heads.inputs, call.grads, call.heads.weights, call.heads.biases, call.outs)
-    x, dy, weights, biases, outs = (_tuple([each if each is None else each.address for each in some]) for some in lists)
-    cos, sin = (each if each is None else each.address for each in (heads.cos, heads.sin))
-    sums = [each.address for each in call.sums]
+    problem, count, cols = call.problem, call.problem.count, call.problem.cols
+    *lists, _ = zip(*call.sides, strict=True)
+    x, weights, biases, dy, outs, *of_parameters = map(_addresses, lists)
+    cos, sin = (each if each is None else each.address for each in (call.heads.cos, call.heads.sin))
+    sums = [each for some in of_parameters if some for each in some]
     ctas = head_plan.ctas_of(plan, problem, call.rows, spec)
-    eps = resolve_eps(heads.eps, problem.acc_dtype)
+    eps = resolve_eps(call.heads.eps, problem.acc_dtype)
     levels, strides = range(problem.levels), []
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
@@ -115,7 +116,8 @@ def launches_of(
     size = cols * (acc_dtype.itemsize // torch.float32.itemsize)
     parts = [Part(beside=of * size, dtype=acc_dtype) for _ in range(problem.num_sums) for of in ctas]
     partials = [Address(first_partial + at, acc_dtype) for at in range(len(parts))]
-    dw, db = _tuple(partials[: count * problem.wants_dw]), _tuple(partials[count * problem.wants_dw :])
+    num_dw = count * problem.wants_dw
+    dw, db = tuple(partials[:num_dw]) or None, tuple(partials[num_dw:]) or None
     places = inner, *strides[:2], dx_strides, table_strides
     copied, constants = (None,) * 5, {}
     if call.copy_place:
@@ -138,9 +140,9 @@ def _odd(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple([2 * each + 1 for each in numbers])
 
 
-def _tuple(operands: Sequence[Address | None]) -> tuple | None:
+def _addresses(tensors: Sequence[Tensor | None]) -> tuple[Address, ...] | None:
     """As kernels take operands that are all there or all absent."""
-    return None if not operands or operands[0] is None else tuple(operands)
+    return None if tensors[0] is None else tuple([each.address for each in tensors])
 
 
 @functools.cache

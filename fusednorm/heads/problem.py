@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Operands
-from ..problem.validation import require_float, require_strided
+from ..problem.validation import require, require_float, require_strided
 from .operands import GRADS, PACKING, Settings
 
 
@@ -41,11 +41,6 @@ class Heads(NamedTuple):
     def tensors(self) -> list[Tensor | None]:
         """Those that have gradients: inputs, weights, biases."""
         return [*self.inputs, *self.weights, *self.biases]
-
-    def some(self, which: Sequence[int]) -> Heads:
-        """The operands of some of the inputs."""
-        inputs, weights, biases = ([each[at] for at in which] for each in self[:3])
-        return self._replace(inputs=inputs, weights=weights, biases=biases)
 
     def output_dtype(self, at: int) -> torch.dtype:
         dtype = self.inputs[at].dtype
@@ -98,9 +93,7 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None
     of_grads = (*inputs, inputs[-1])  # v has the shape of k
     wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]
     for name, tensor, shape in wanted:
-        _require(op, name, tensor, device)
-        if tensor.shape != shape:
-            raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {_shape(tensor)}")
+        require(op, name, tensor, shape, device, "inputs[0]")
     if (cos is None) != (sin is None):
         raise RuntimeError(f"{op}: cos and sin must be given together, got {'sin' if cos is None else 'cos'} alone")
     if cos is None:

@@ -60,13 +60,13 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
         elif role is Role.COLUMNS:
             wanted = (*batch_shape, operands.width - 2 * math.prod(normalized_shape))
             if not _is_as_wanted(value, wanted, device):
-                _require(op, name, value, wanted, device)
+                require(op, name, value, wanted, device)
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
             wanted = normalized_shape if role is Role.PARAMETER else shape
             if not _is_as_wanted(value, wanted, device):
-                _require(op, name, value, wanted, device)
+                require(op, name, value, wanted, device)
         elif role is Role.DTYPE and value not in FLOAT_DTYPES:
             raise RuntimeError(f"{op}: {name} must be {FLOATS}, got {value}")
         elif role is Role.FORM and type(value) is not type(getattr(PLAIN, name)):
@@ -115,17 +115,19 @@ def require_memory(op: str, tensors: Iterable[Tensor | None]) -> None:
 
 
 def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
-    """Whether `_require` would pass, in one step: these checks are much of this package's own host time."""
+    """Whether `require` would pass, in one step: these checks are much of this package's own host time."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return tensor.shape == shape and tensor.dtype in FLOAT_DTYPES and tensor.device == device
 
 
-def _require(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def require(
+    op: str, name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, first: str = "x"
+) -> None:
     require_strided(op, name, tensor)
     if tensor.shape != shape:
         raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    require_float(op, name, tensor, device)
+    require_float(op, name, tensor, device, first)
 
 
 def _require_statistic(op: str, name: str, tensor: Tensor, rows: int, device: torch.device) -> None:
