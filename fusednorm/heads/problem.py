@@ -37,11 +37,6 @@ class Heads(NamedTuple):
         asked = self.settings.rotary_dim
         return self.cos.shape[-1] if asked is None else asked
 
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        """Those that have gradients: inputs, weights, biases."""
-        return [*self.inputs, *self.weights, *self.biases]
-
     def output_dtype(self, at: int) -> torch.dtype:
         dtype = self.inputs[at].dtype
         for each in (self.weights[at], self.biases[at]):

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ..operands import Operands, Outputs
 from ..planner.norm_problem import accumulation_dtype
 from ..reference import affine, input_gradient, normalized, rounded
-from .call import apart, joined, with_zeros
+from .call import apart, joined, outputs_of, with_zeros
 from .problem import Heads, grads_of, heads_of, packing_of
 
 
 def formula(operands: Operands) -> Outputs:
-    """The outputs of an op for checked operands."""
+    """The outputs of an op for checked operands, contiguous: of a forward, for each tensor the norm of its rows and the
+    rotation, in the order of norm_first. Derivatives do not see the rounding of x_hat."""
+    heads = heads_of(operands)
     if not grads_of(operands):
-        return tuple(forward_formula(heads_of(operands)))
+        return tuple(_forward(heads, at) for at in range(len(heads.inputs)))
     if packing_of(operands):
         return tuple(joined(operands, formula(apart(operands))))
-    return tuple(backward_formula(heads_of(operands), grads_of(with_zeros(operands)), operands.output_mask))
-
-
-def forward_formula(heads: Heads) -> list[Tensor]:
-    """The outputs, contiguous: for each tensor the norm of its rows and the rotation, in the order of norm_first.
-    Derivatives do not see the rounding of x_hat."""
-    return [_forward(heads, at) for at in range(len(heads.inputs))]
+    of_each = [_backward(heads, at, grad) for at, grad in enumerate(grads_of(with_zeros(operands)))]
+    found = [grad for kind in zip(*of_each, strict=True) for grad in kind]
+    dtypes = [each and each[1] for each in outputs_of(operands)]
+    return tuple(dtype and grad.to(dtype).contiguous() for grad, dtype in zip(found, dtypes, strict=True))
 
 
 def _forward(heads: Heads, at: int) -> Tensor:
@@ -41,16 +38,6 @@ def _forward(heads: Heads, at: int) -> Tensor:
     if settings.norm_first:
         u = rotated(u, heads)
     return u.to(heads.output_dtype(at)).contiguous()
-
-
-def backward_formula(heads: Heads, grads: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of inputs, weights and biases, in this order, contiguous, each in the dtype of its tensor. One that
-    the mask does not want, or of an absent parameter, is None."""
-    of = [_backward(heads, at, grad) for at, grad in enumerate(grads)]
-    found = [grad for kind in zip(*of, strict=True) for grad in kind]
-    pairs = zip(found, heads.tensors, mask, strict=True)
-    wanted = ((grad, like, want and like is not None) for grad, like, want in pairs)
-    return [grad.to(like.dtype).contiguous() if want else None for grad, like, want in wanted]
 
 
 def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
