@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..host.program import Address
-from ..operands import TRANSLATIONS, Operands, operands_of, wanted_outputs
+from ..operands import Operands, operands_of, wanted_outputs
 from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
 from ..problem.outputs import output_dtype
 from ..problem.rows import levels_of
@@ -175,7 +175,7 @@ def with_zeros(operands: Operands) -> Operands:
 
 def in_place(operands: Operands) -> tuple[Operands, list[str]]:
     """The operands with zeros for absent gradients, with copies of the tensors whose rows kernels cannot read in place,
-    and which these are; itself if there are none. If rows are batch-invariant, every row of a tensor begins at a
+    and the names of these; itself if there are none. If rows are batch-invariant, every row of a tensor begins at a
     vector."""
     given, invariant = with_zeros(operands), bool(invariance.switch.invariance())
     heads, packing, copies = heads_of(given), packing_of(given), {}
@@ -202,17 +202,7 @@ def in_place(operands: Operands) -> tuple[Operands, list[str]]:
     if packing and [copies.pop(name) for name in ("x", "k") if name in copies]:
         whole = _at_vectors(given.x) if invariant else given.x.contiguous()
         copies |= {} if whole is given.x else {"x": whole}
-    return given._replace(**copies) if copies else given, [names_in_op(given)[name] for name in copies]
-
-
-def names_in_op(operands: Operands) -> dict[str, str]:
-    """How errors of the op name each operand."""
-    by = TRANSLATIONS[operands.op]
-    return {
-        name: f"{argument}[{at}]" if len(names) > 1 else argument
-        for argument, names in zip(by.names, by.lists, strict=True)
-        for at, name in enumerate(names)
-    }
+    return given._replace(**copies) if copies else given, list(copies)
 
 
 def apart(operands: Operands) -> Operands:

@@ -19,6 +19,7 @@ from .plan import HeadPlan, ctas_of, plans_of
 from .problem import heads_of, validate
 
 NAMES, WAYS = ("q", "k"), ("forward", "backward")
+OF_Q = {"x": "q", "weight": "q_weight", "bias": "q_bias", "grad_out": "grad_q"}  # among operands' names
 
 
 @dataclass(frozen=True)
@@ -78,4 +79,4 @@ def _launches(operands: Operands, spec: DeviceSpec) -> Iterator[HeadLaunch]:
         for call, plan in plans_of(calls_of(readable), spec):
             names = NAMES if call is None else tuple(side.name for side in call.sides)
             ctas = () if isinstance(plan, ReferencePlan) else ctas_of(plan, call.problem, call.rows, spec)
-            yield HeadLaunch(way, names, plan, ctas, tuple(copied))
+            yield HeadLaunch(way, names, plan, ctas, tuple(OF_Q.get(name, name) for name in copied))

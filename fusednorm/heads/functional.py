@@ -222,12 +222,8 @@ def _with_heads(table: Tensor, ndim: int, heads_dim: int) -> Tensor:
 def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
     """qk_norm with rows of all heads of a token: our norm for each of q and k, and the rotation as tensor code."""
     settings = heads.settings
-    norm = functional.affine_layer_norm if settings.layer else functional.affine_rms_norm
-    more: dict[str, Any] = {
-        "weight_offset": settings.weight_offset,
-        "rounding": "x_hat" if settings.rounds_x_hat else "once",
-    }
-    more |= {} if heads.eps is None else {"eps": heads.eps}
+    op = f"{'layer' if settings.layer else 'rms'}_norm_fwd_affine"
+    more = settings.weight_offset, "x_hat" if settings.rounds_x_hat else "once"
 
     def turned(x: Tensor, *_: Tensor | None) -> Tensor:
         validate("qk_norm", heads._replace(inputs=[x], weights=[None], biases=[None]))
@@ -241,7 +237,7 @@ def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
                 wanted = f"{tuple(x.shape[-1:])}, {tuple(shape)} or {(shape.numel(),)}"
                 raise RuntimeError(f"qk_norm: weights and biases must have shape {wanted}, got {tuple(each.shape)}")
         whole = [each if each is None else each.reshape(shape) for each in parameters]
-        made = norm(rows, *whole, normalized_shape=shape, **more)
+        made = functional.of_form(op, rows, (), *whole, heads.eps, shape, *more)
         return made if heads_dim == -2 else made.transpose(-2, -3).contiguous()
 
     found = []

@@ -77,7 +77,7 @@ def test_an_explanation_names_plans_and_copies():
     assert all(isinstance(each.plan, HeadPlan) and each.tensors == ("q", "k") for each in explained.launches)
     assert "forward of q and k: narrow, 16 rows of 2 x 64 columns, 4 warps, 256 + 64 CTAs" in str(explained)
     given["k"] = given["k"].mT.contiguous().mT
-    assert "CTAs, inputs[1] copied first" in str(fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200))
+    assert "CTAs, k copied first" in str(fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200))
     given["k_weight"] = given["k_weight"].float()
     explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
     assert [each.tensors for each in explained.launches] == [("q",), ("k",)] * 2
