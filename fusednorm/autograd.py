@@ -246,13 +246,13 @@ def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
 
 
 def info_for_backward(operands: Operands) -> NodeInfo | None:
-    """What a Function keeps of its forward for `outputs_of`; None while Dynamo traces it."""
+    """What a Function keeps of its forward for `gradients_of`; None while Dynamo traces it."""
     if torch.compiler.is_dynamo_compiling():
         return None
     return node_info(operands, statistics_inside=operands.has_statistics)
 
 
-def outputs_of(info: NodeInfo | None, operands: BackwardOperands) -> Outputs:
+def gradients_of(info: NodeInfo | None, operands: BackwardOperands) -> Outputs:
     """The outputs of a backward op, in the backward of a Function that is no NormFunction."""
     if info is None:
         return call_op(_overload(operands), operands)

@@ -131,7 +131,7 @@ class PackedFunction(Function):
         given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
         given |= {"width": packed.shape[-1], "x_at": x_at, "gate_at": gate_at} | ctx.settings
         operands = operands_of(ctx.op, (), given)
-        found = autograd.outputs_of(ctx.info, operands)
+        found = autograd.gradients_of(ctx.info, operands)
         return None, None, None, None, None, *found
 
 

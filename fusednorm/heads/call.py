@@ -230,14 +230,14 @@ def both_ways(
 ) -> tuple[Operands, Operands]:
     """A forward and a backward that wants all gradients, for contiguous gradients of the outputs. The inputs may be
     parts of a packed tensor."""
-    v: list[Tensor] = []
-    if packing:
+    op, v, more = BACKWARD, [], ([True] * 6,)
+    if packed is not None:
         q, k, *v = packing.split(packed)
-        forward = forward._replace(x=q, k=k)
+        op, forward, more = PACKED, forward._replace(x=q, k=k), ([True] * 5, *packing)
     made = [*outputs_of(forward), *[(each.shape, each.dtype) for each in v]]
     grads = [forward.x.new_empty(shape, dtype=dtype, device="meta") for shape, dtype in made]
     heads = heads_of(forward)
-    op, first, more = (PACKED, packed, ([True] * 5, *packing)) if packing else (BACKWARD, heads.inputs, ([True] * 6,))
+    first = heads.inputs if packed is None else packed
     return forward, operands_of(op, (grads, first, *heads[1:-1], *more), heads.settings._asdict())
 
 

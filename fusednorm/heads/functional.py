@@ -171,7 +171,7 @@ class PackedFunction(Function):
         wanted = ctx.needs_input_grad[3:8]
         mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
         given = *grads, qkv, *parameters, cos, sin, ctx.eps, mask, *ctx.packing, *ctx.settings
-        found = autograd.outputs_of(ctx.info, Backward("head", *given))
+        found = autograd.gradients_of(ctx.info, Backward("head", *given))
         return None, None, None, *found, None, None
 
 

@@ -34,8 +34,8 @@ class Heads(NamedTuple):
         """How many columns are rotated."""
         if self.cos is None:
             return 0
-        asked = self.settings.rotary_dim
-        return self.cos.shape[-1] if asked is None else asked
+        asked, of_cos = self.settings.rotary_dim, self.cos.shape[-1] if self.cos.dim() else 0
+        return of_cos if asked is None else asked
 
     def output_dtype(self, at: int) -> torch.dtype:
         dtype = self.inputs[at].dtype
@@ -132,7 +132,9 @@ class Packing(NamedTuple):
     grouped: bool = False
 
     def check(self, op: str, packed: Tensor) -> int:
-        """D. Raises RuntimeError unless the tensor has such heads."""
+        """D. Raises RuntimeError unless the tensor has such heads, TypeError if their numbers are no integers."""
+        if not all(isinstance(each, (int, torch.SymInt)) for each in (self.heads, self.kv_heads)):
+            raise TypeError(f"{op}: heads and kv_heads must be integers, got {self.heads!r} and {self.kv_heads!r}")
         many = self.heads + 2 * self.kv_heads
         if min(self.heads, self.kv_heads) < 1 or (self.grouped and self.heads % self.kv_heads):
             rule = "positive, and heads a multiple of kv_heads if grouped"

@@ -180,6 +180,17 @@ def test_packed_tensors_of_wrong_sizes_are_refused():
         fusednorm.qk_norm_packed(torch.randn(3, 70), 3, 2, grouped=True)
 
 
+@pytest.mark.parametrize("heads", [4.0, "4", None])
+def test_numbers_of_heads_that_are_no_integers_are_refused(heads):
+    with pytest.raises(TypeError, match="^qk_norm_packed: heads and kv_heads must be integers, got .* and 2$"):
+        fusednorm.qk_norm_packed(torch.randn(3, 64), heads, 2)
+
+
+def test_tables_without_dims_are_refused():
+    with pytest.raises(RuntimeError, match="^head_norm_fwd: rotary_dim must be even and from 2 to 16, got 0$"):
+        OPS.head_norm_fwd([Q, K], [None] * 2, [None] * 2, torch.tensor(1.0), torch.tensor(1.0), None)
+
+
 def test_opcheck():
     case = replace(CASES[4], dtype=FP32)
     given, (cos, sin) = case.tensors(), case.tables()
