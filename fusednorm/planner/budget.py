@@ -37,10 +37,7 @@ def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bo
     """Whether the plan fits shared memory and does not spill. The tiles of a ring have rows of one sample each."""
     if problem.sample_divisor and isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
         return False
-    fits = registers(plan, problem, device) <= plan.max_registers
-    if plan.kernel == "multi_wave":
-        fits &= plan.ctas_per_sm * WARP_SIZE * plan.num_warps * plan.max_registers <= device.registers_per_sm
-    return fits and fits_shared_memory(plan, problem, device)
+    return registers(plan, problem, device) <= plan.max_registers and fits_shared_memory(plan, problem, device)
 
 
 def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProblem:

@@ -199,7 +199,7 @@ def _rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Fami
 
 
 def _kinds_in_registers(problem: NormProblem) -> list[str]:
-    scattered = not problem.tma_aligned or (in_small_pieces(problem) and not problem.is_forward)
+    scattered = not problem.tma_aligned or (problem.quantities["in_small_pieces"] and not problem.is_forward)
     short_lived = problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4
     return ["scattered" if scattered else "registers", *["short_lived"] * short_lived]
 
@@ -235,10 +235,9 @@ def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, 
     for chunk, num_chunks in chunkings(-(-cols // cluster), threads, most_chunks):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
         boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
-        least = 4 if rows == 1 and whole < num_chunks else 2
-        too_small = num_chunks > limits.few_chunks and chunk < least * threads
-        too_large = padded > limits.most_padding * cols or chunk * num_chunks > limits.most_columns * threads
-        if not too_small and not too_large and boxes <= MAX_BOX_SIDE:
+        known = {"num_chunks": num_chunks, "chunk_columns": chunk // threads, "padding": padded / cols}
+        known |= {"ends_within_a_chunk": whole < num_chunks, "rows": rows}
+        if boxes <= MAX_BOX_SIDE and limits.value_of(limits.good_chunks, known):
             for copy_chunks, tail in ways_to_copy(num_chunks, whole):
                 copies = 2 if tail else -(-num_chunks // copy_chunks)
                 found.append(Cut(boxes > limits.many_boxes, copies, padded, num_chunks, chunk, copy_chunks, tail))
@@ -270,8 +269,7 @@ def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) 
     itemsize, forward = problem.x_dtype.itemsize, problem.is_forward
     if rows * problem.cols > budget.MAX_REGISTERS * threads:
         return None
-    owns = good and not forward and problem.tma_aligned and rows > 1
-    owns = owns and not (problem.cols <= limits.short and warps <= 4)
+    owns = good and limits.value_of(limits.owns_columns, problem.quantities | {"rows": rows, "num_warps": warps})
     at_once = 16 // itemsize if problem.tma_aligned else limits.scattered_at_once
     limit = budget.register_limit(threads * (1 if family.short_lived else family.ctas_per_sm), device)
     found = [
@@ -355,15 +353,9 @@ def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan
 # --- Common ---
 
 
-def in_small_pieces(problem: NormProblem) -> bool:
-    """Whether TMA would copy a row by pieces of 16 bytes."""
-    return problem.cols * problem.x_dtype.itemsize % 32 != 0
-
-
 def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
-    short = problem.cols <= limits.most_columns_in_small_pieces[problem.direction] and in_small_pieces(problem)
-    return short and device.arch < OLDEST_PUBLISHED_ARCH
+    return device.arch < OLDEST_PUBLISHED_ARCH and limits.value_of(limits.better_in_registers, problem.quantities)
 
 
 def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:

@@ -153,11 +153,12 @@ class NormProblem:
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
         late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
         # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
-        # for the end of a row that is not odd.
+        # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes.
         return vars(self) | dict(
             forward=self.is_forward, layer=self.norm == "layer", odd=self.cols % 16 != 0, activates=self.form.activates,
             accumulators=self.acc_dtype.itemsize // 4, bfloat16=self.x_dtype == torch.bfloat16,
-            x_bytes=x, grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=self.held_bytes,
+            in_small_pieces=self.cols * x % 32 != 0, x_bytes=x, grad_bytes=grad, mixed=x != grad,
+            residual_bytes=residual, held_bytes=self.held_bytes,
             widest=max(x, grad, *map(bytes_of, self.rows_in)), narrow=max(x, grad, *parameters, 2) == 2 and not others,
             weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
             parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,

@@ -260,9 +260,8 @@ def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: i
     if plan.kernel in BY_COLUMNS:
         at_once = max(1, at_once // -(-problem.cols // plan.chunk))
     elif plan.short_lived:
-        is_one_tile = plan.kernel == "multi_wave" or plan.num_stages == 1
-        tiles_of_cta = 1 if is_one_tile else _tiles_of_short_lived(plan)
-        least_short_lived = 0 if is_one_tile else limits.min_waves * at_once
+        tiles_of_cta = limits.value_of(limits.tiles_of_short_lived, vars(plan) | {"kernel": plan.kernel})
+        least_short_lived = limits.min_waves * at_once if tiles_of_cta > 1 else 0
     elif problem.num_sums:  # the first CTA of each SM may get fewer rows
         narrow = limits.min_narrow_rows if plan.kernel == "multi_wave" and plan.rows_per_tile > 1 else 0
         rows_of_cta = max(limits.min_tiles_of_cta * plan.rows_per_tile, narrow)
@@ -270,14 +269,6 @@ def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: i
     tiles_of_sum = limits.most_tiles_of_sum if problem.wants_float32_sum and not device.sm_margin else 0
     least_work = rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived
     return Grid(plan.rows_per_tile, at_once, first_wave, *least_work, plan.num_groups, sample_rows)
-
-
-def _tiles_of_short_lived(plan: PipelinedPlan) -> int:
-    if plan.cluster == 1:
-        return limits.min_tiles_of_short_lived
-    elements = plan.rows_per_tile * plan.chunk * plan.num_chunks
-    few_elements = -(-limits.min_elements_in_cluster // elements)
-    return max(limits.min_tiles_of_short_lived, limits.min_rows_in_cluster // plan.rows_per_tile, few_elements)
 
 
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:

@@ -16,8 +16,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,23 +101,25 @@ class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
     """str() says in one sentence why a file is no table."""
 
 
-def read(path: Path) -> Table:
-    """Raises Unreadable."""
+def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table:
+    """The table of a file, without widths whose lines are not known. Raises Unreadable."""
     try:
         first, *rest = path.read_text().splitlines()
         head = json.loads(first)
         if head["format"] != FORMAT:
             raise Unreadable(f"{path} has format {head['format']}, and this release reads format {FORMAT}")
         lines: dict[Key, dict[int, str]] = {}
+        skipped = 0
         for line in rest:
             if line.startswith("{"):
                 key = json.loads(line)
                 key = Key(**key | {"itemsizes": tuple(key["itemsizes"]), "traffic": tuple(key["traffic"])})
-                widths = lines.setdefault(key, {})
+            elif is_known(line):
+                lines.setdefault(key, {})[int(line[1 : line.index(",")])] = line
             else:
-                widths[int(line[1 : line.index(",")])] = line
+                skipped += 1
         names = ("gpu", "arch", "triton", "date")
-        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines)
+        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines, skipped)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UnboundLocalError) as error:
         raise Unreadable(f"{path} is no table of plans: {type(error).__name__}: {error}") from error
 
@@ -141,14 +143,10 @@ def of_user(gpu: str) -> Table | str | None:
     if not path.exists():
         return None
     try:
-        table = read(path)
+        table = read(path, _is_known)
     except Unreadable as why:
         return str(why)
-    if table.gpu != gpu:
-        return f"{path} was measured on {table.gpu}"
-    lines = {key: {cols: each for cols, each in of.items() if _is_known(each)} for key, of in table.lines.items()}
-    count, known = (sum(map(len, each.values())) for each in (table.lines, lines))
-    return replace(table, lines={key: of for key, of in lines.items() if of}, skipped=count - known)
+    return table if table.gpu == gpu else f"{path} was measured on {table.gpu}"
 
 
 def _is_known(line: str) -> bool:

@@ -46,26 +46,10 @@ BLACKWELL = [spec for spec in KNOWN if spec.arch >= 100]
 # --- Thresholds ---
 
 
-@pytest.mark.parametrize("device", BLACKWELL, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_ring_begins_at_the_first_row_beyond_its_threshold(device, norm):
-    problem = make_problem(norm, 4096)
-    last = limits.rows_per_sm_of_ring["backward"][norm] * device.sm_count
-    assert isinstance(choose(problem, last, device), MultiWavePlan)
-    assert isinstance(choose(problem, last + 1, device), RingPlan)
-
-
 @pytest.mark.parametrize("norm, last", [("rms", 592), ("layer", 2368)])
 def test_thresholds_on_b200_are_those_published(norm, last):
     assert choose(make_problem(norm), last, B200).variant == "multi_wave"
     assert choose(make_problem(norm), last + 1, B200).variant == "warp_specialized"
-
-
-@pytest.mark.parametrize("device", [H200, *BLACKWELL], ids=lambda device: device.name)
-def test_gradients_of_parameters_alone_go_by_tma_from_some_rows_on(device):
-    problem = make_problem("layer", 4096, wants_dx=False)
-    assert isinstance(choose(problem, 8 * device.sm_count, device), ColumnTilePlan)
-    assert isinstance(choose(problem, 8 * device.sm_count + 1, device), ColumnRingPlan)
 
 
 @pytest.mark.parametrize("device", [H200, B200, RTX_5090], ids=lambda device: device.name)
