@@ -38,8 +38,8 @@ OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep ri
 
 class Frame(NamedTuple):
     """Warps of a CTA and CTAs on an SM. A tile has at most most_rows rows, and a thread more than `least` and at most
-    `most` of its elements. A ring also has stages, limits of how many CTAs share a row, and whether those of a forward
-    live long."""
+    `most` of its elements. A ring also has stages, and limits of how many CTAs share a row. If it is not deep, the
+    stages are those of tiles of one row that is not long."""
 
     num_warps: int
     ctas_per_sm: int
@@ -49,30 +49,20 @@ class Frame(NamedTuple):
     least_cluster: int = 1
     most_cluster: int = CLUSTERS[-1]
     stages: int = 2
-    lives_long: bool = False
+    short_lived: bool = False
+    deep: bool = False
 
 
 @functools.cache
-def all_frames() -> dict[str, list[Frame]]:
-    return {name: [Frame(**each) for each in frames] for name, frames in limits.read("frames").items()}
+def _all_frames() -> list[tuple[str, list[Frame]]]:
+    """For which problems they are, and the frames."""
+    return [(each["for"], [Frame(**frame) for frame in each["frames"]]) for each in limits.read("frames")]
 
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
-    """Of rings, of rows in registers, of those in short-lived CTAs, of those whose elements are loaded one by one
-    (scattered), or of any rows. A backward that holds rows beside those of x and dy has more: they need registers, so
-    that fewer tiles fit. The rings of a forward that holds wide rows have their own."""
-    if kind == "ring" and _holds_wide(problem):
-        kind = "holding ring of several" if problem.rows_in else "holding ring"
-    holds_others = not problem.is_forward and (problem.rows_in or problem.rows_out or problem.by_sample)
-    names = kind, f"{kind} {problem.direction}", f"{kind} {problem.direction} {problem.norm}"
-    names += (f"{kind} beside others",) if holds_others else ()
-    return [frame for name in names for frame in all_frames().get(name, ())]
-
-
-def _holds_wide(problem: NormProblem) -> bool:
-    """Whether a forward holds rows that are wider than x's: a weight that it makes in float32, or modulations."""
-    wide = any(each.itemsize > problem.x_dtype.itemsize for each in problem.shared)
-    return problem.is_forward and (wide or problem.inside is not problem)
+    """Of a "ring", a "gated ring", rows in "registers", or "any" rows in registers."""
+    known = problem.quantities | {"kind": kind}
+    return [frame for of, each in _all_frames() if limits.value_of(of, known) for frame in each]
 
 
 class Family(NamedTuple):
@@ -115,10 +105,9 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         shallow = (_either(family._replace(num_stages=2), problem, device) for family in found)
         return tuple(plan for plan in shallow if plan)
     # Rows that no other frame holds: any tile that registers hold reads its row once, which column tiles do not.
-    for kinds, good in ((_kinds_in_registers(problem), True), (["any"], False)):
+    for kind, good in (("registers", True), ("any", False)):
         families = (
-            Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=kind == "short_lived")
-            for kind in kinds
+            Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=frame.short_lived)
             for frame in frames(kind, problem)
             for rows in _tiles(frame, 1, problem)
         )
@@ -163,7 +152,7 @@ def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | 
     columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
     many = columns > limits.most_columns_with_weight[problem.direction]
     one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
-    places = (True, False) if many and not one_row and not _holds_wide(problem) else (False, True)
+    places = (True, False) if many and not one_row and not problem.quantities["holds_wide"] else (False, True)
     return _at_one_of(places, family, problem, device)
 
 
@@ -177,12 +166,9 @@ def _at_one_of(places: tuple[bool, ...], family: Family, problem: NormProblem, d
 
 
 def _rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
-    """Rings of several rows, or of more columns than three stages have room for, have two stages. CTAs of a forward
-    that holds wide rows live long: they load these once, which are more bytes than a row of x. Their rings of x alone
-    are as deep as their frames say, and so are those of backwards by sample, unless CTAs share a row. A short row has
-    no cluster unless its frame has no other."""
-    holds_wide = _holds_wide(problem)
-    short_lived = problem.is_forward and not holds_wide
+    """Rings of several rows, or of more columns than three stages have room for, have two stages, unless their frames
+    are deep. Those of backwards by sample are, unless CTAs share a row. A short row has no cluster unless its frame has
+    no other."""
     for frame, cluster in itertools.product(frames(kind, problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
@@ -190,18 +176,10 @@ def _rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Fami
             continue
         warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
-            deep = not problem.rows_in and (holds_wide or (problem.by_sample > 0 and cluster == 1))
-            deep |= frame.lives_long
+            deep = frame.deep or (problem.by_sample > 0 and cluster == 1 and not problem.rows_in)
             short = rows == 1 and problem.cols <= few * warps
             stages = frame.stages if short or deep else min(2, frame.stages)
-            waves = short_lived and ctas > 1 and not frame.lives_long
-            yield Family("pipelined", rows, warps, ctas, cluster, stages, waves)
-
-
-def _kinds_in_registers(problem: NormProblem) -> list[str]:
-    scattered = not problem.tma_aligned or (problem.quantities["in_small_pieces"] and not problem.is_forward)
-    short_lived = problem.is_forward and problem.tma_aligned and problem.acc_dtype.itemsize == 4
-    return ["scattered" if scattered else "registers", *["short_lived"] * short_lived]
+            yield Family("pipelined", rows, warps, ctas, cluster, stages, frame.short_lived)
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:

@@ -153,7 +153,8 @@ class NormProblem:
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
         late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
         # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
-        # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes.
+        # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes. A forward holds
+        # rows that are wider than x's if they are a weight that it makes in float32, or modulations.
         return vars(self) | dict(
             forward=self.is_forward, layer=self.norm == "layer", odd=self.cols % 16 != 0, activates=self.form.activates,
             accumulators=self.acc_dtype.itemsize // 4, bfloat16=self.x_dtype == torch.bfloat16,
@@ -162,6 +163,7 @@ class NormProblem:
             widest=max(x, grad, *map(bytes_of, self.rows_in)), narrow=max(x, grad, *parameters, 2) == 2 and not others,
             weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
             parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,
+            holds_wide=self.is_forward and (self.inside is not self or max(map(bytes_of, self.shared), default=0) > x),
             rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
             moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,
             shared_rows=len(self.shared), shared_bytes=sum(map(bytes_of, self.shared)),
