@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from unittest import mock
@@ -103,13 +104,21 @@ def worker_processes(count: int | None = None) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(count or os.cpu_count(), context, initializer=_do_not_interpret)
 
 
-@contextmanager
-def in_parallel(pool: ProcessPoolExecutor, function: Callable, jobs: Iterable[tuple]) -> Iterator[dict[tuple, Future]]:
-    """function(*job) of each job, begun at once. At the end what nobody has waited for is not begun any more."""
-    futures = {job: pool.submit(function, *job) for job in jobs}
-    yield futures
-    for each in futures.values():
-        each.cancel()
+def num_processes() -> int:
+    """How many processes this pytest process may have at work: its share of the processors, beside xdist's others."""
+    return max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+class InParallel:
+    """By job, a future of function(*job). Whoever asks for one begins as many, from it on, as there are processes; no
+    more, because the tests of the others may be those of another pytest process, which begins them itself."""
+
+    def __init__(self, pool: ProcessPoolExecutor, function: Callable, jobs: list[tuple]):
+        self._jobs, self._begun = jobs, functools.cache(lambda job: pool.submit(function, *job))
+
+    def __getitem__(self, job: tuple) -> Future:
+        at = self._jobs.index(job)
+        return [self._begun(each) for each in self._jobs[at : at + num_processes()]][0]
 
 
 def _do_not_interpret() -> None:

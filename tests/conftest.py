@@ -4,6 +4,7 @@ Some folders of the CPU tier run in processes of their own, which do not interpr
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -22,8 +23,12 @@ if not apart.serving:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def is_for_gpus(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if "gpu" in config.option.markexpr.replace("not gpu", ""):
+    if is_for_gpus(config):
         if CHOSEN is None:
             del os.environ["TRITON_INTERPRET"]
         return
@@ -35,13 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(apart.Processes())
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported and collected stays. To look there for garbage, and often, took 3% of a test's time, and 6% of a
+    simulation's. On GPUs garbage may hold much memory."""
+    if not is_for_gpus(session.config):
+        gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
+
+
 @pytest.fixture(scope="session")
 def workers():
     """Processes that can compile. They start once for all tests, because that takes seconds."""
-    from compiling import worker_processes
+    from compiling import num_processes, worker_processes
 
-    of_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    with worker_processes(max(1, os.cpu_count() // of_others)) as pool:
+    with worker_processes(num_processes()) as pool:
         yield pool
 
 

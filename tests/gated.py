@@ -184,7 +184,7 @@ PIPELINED = [
     Gated("layer", AFTER, 9, 1032, parameters=BF16, added=BF16),
     Gated("rms", BEFORE, 36, 1536, layout="row_strided"),
     Gated("layer", BEFORE_BY_SIGMOID, 36, 256, FP32, gate=BF16, mask=(True, True, False, False)),
-    Gated("layer", AFTER_BY_SIGMOID._replace(groups=2), 3, 24576, mask=(False, True, True, True)),
+    Gated("layer", AFTER_BY_SIGMOID._replace(groups=2), 3, 10240, mask=(False, True, True, True)),
     Gated("rms", BEFORE_BY_GROUP, 60, 800),
     Gated("layer", AFTER_BY_GROUP, 9, 2064, parameters=BF16, added=BF16),
     Gated("rms", BEFORE, 37, 1536, places=(3088, 1544, 0)),

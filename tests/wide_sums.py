@@ -78,6 +78,6 @@ PIPELINED = [
     WideSum("rms", 60, 200),
     WideSum("layer", 37, 1032),
     WideSum("layer", 6, 1536, mask=(False, True, True, True)),
-    WideSum("rms", 3, 16384, FP16, has_residual_grad=False),
+    WideSum("rms", 3, 6144, FP16, has_residual_grad=False),
 ]
 SPECIALIZED = [WideSum("layer", 60, 200), WideSum("rms", 37, 1032, mask=(False, True, True, True))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
 from column_sums import DEVICES, Sums, builds, complaints, plans_of, problem_of
-from compiling import in_parallel
+from compiling import InParallel
 from hypothesis import strategies as st
 from planning import given
 
@@ -230,9 +230,7 @@ JOBS = [(sums, arch) for turn, arch in enumerate(DEVICES) for sums in COMPILED[:
 
 @pytest.fixture(scope="module")
 def compiled(workers):
-    """A future of the complaints of each job."""
-    with in_parallel(workers, complaints, JOBS) as futures:
-        yield futures
+    return InParallel(workers, complaints, JOBS)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from compiling import in_parallel
+from compiling import InParallel
 from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, shared_bytes_of_forward
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
@@ -98,9 +98,7 @@ JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in OF_M
 
 @pytest.fixture(scope="module")
 def compiled(workers):
-    """A future of the complaints of each job."""
-    with in_parallel(workers, complaints, JOBS) as futures:
-        yield futures
+    return InParallel(workers, complaints, JOBS)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")

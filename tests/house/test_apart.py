@@ -1,10 +1,14 @@
-"""Tests that run in processes apart (tests/apart.py)."""
+"""Tests that run in processes apart (tests/apart.py), and what they compile (tests/compiling.py)."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+from types import SimpleNamespace
 
 import apart
+import pytest
+from compiling import InParallel
 
 
 def test_a_test_may_follow_that_of_another_folder_which_was_not_to_be_next(tmp_path):
@@ -21,3 +25,14 @@ def test_a_test_may_follow_that_of_another_folder_which_was_not_to_be_next(tmp_p
         assert [each["outcome"] for each in ours.recv()] == ["passed"] * 3
     ours.close()
     process.join(60)
+
+
+@pytest.mark.parametrize("count, begun", [(1, [1, 2]), (2, [1])])
+def test_a_job_that_is_asked_for_begins_no_more_than_there_are_processors_for(monkeypatch, count, begun):
+    """Else xdist's workers compile the same."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(count))
+    given = []
+    pool = SimpleNamespace(submit=lambda function, number: given.append(number) or number)
+    jobs = InParallel(pool, print, [(number,) for number in range(4)])
+    assert (jobs[1,], jobs[1,]) == (1, 1) and given == begun

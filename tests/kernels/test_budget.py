@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from budgets import check, plans_of
-from compiling import in_parallel
+from compiling import InParallel
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, given, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
@@ -115,9 +115,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def builds(workers):
-    """A future of the complaints of each job."""
-    with in_parallel(workers, check, [(problem, arch) for arch, problem in JOBS]) as futures:
-        yield futures
+    return InParallel(workers, check, [(problem, arch) for arch, problem in JOBS])
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"sm_{job[0]}-{job[1].norm}-{job[1].direction}-{job[1].cols}")

@@ -12,7 +12,7 @@ from fusednorm import reference
 from fusednorm.operands import operands_of
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import H200
-from fusednorm.planner.plan import Plan
+from fusednorm.planner.plan import Plan, from_text
 from fusednorm.problem.calls import check_backward, check_forward
 
 # More row tiles than CTAs of a sample; rows that end within a tile and within a sample; one sample, and many.
@@ -20,21 +20,25 @@ COMPILED = [
     PORTABLE[0],
     PORTABLE[6],
     Modulated("layer", 2, 40, 200, gate=SAMPLE, added=BF16),
-    Modulated("rms", 3, 17, 1032, gate=SAMPLE, modulation=BF16, parameters=FP32),
+    Modulated("rms", 3, 17, 520, gate=SAMPLE, modulation=BF16, parameters=FP32),
     Modulated("layer", 1, 33, 520, shift=TOKEN, added=FP32),
     Modulated("rms", 9, 3, 256, factor="tanh", shift=None, parameters=BF16),
 ]
-# Tiles of several rows and of one; rows that end within a chunk; a branch in the ring, and in registers; a cluster.
+# Tiles of several rows and of one; rows that end within a chunk; a branch in the ring, and in registers.
 RINGS = [
     Modulated("layer", 2, 24, 512, modulation=BF16),
     Modulated("layer", 3, 40, 224, gate=SAMPLE, added=BF16),
     Modulated("rms", 2, 16, 1040, gate=SAMPLE, modulation=BF16, parameters=FP32),
     Modulated("layer", 1, 33, 528, shift=TOKEN, added=FP32),
     Modulated("rms", 4, 8, 256, factor="tanh", shift=None, parameters=BF16),
-    Modulated("layer", 2, 4, 8192, modulation=BF16),
     Modulated("layer", 2, 24, 512, gate=SAMPLE, modulation=BF16, parameters=BF16, weight_offset=1.0),
-    Modulated("layer", 2, 4, 8192, parameters=FP32),
 ]
+# The planner's for rows of 8192 columns, with a fourth of the columns.
+CLUSTERS = {
+    "Pipelined(1,1024,1,3,4,2,255,1,2,1,0,0)": Modulated("layer", 2, 4, 2048, modulation=BF16),
+    "Pipelined(2,512,1,2,4,2,255,0,4,1,0,0)": Modulated("layer", 2, 4, 2048, modulation=BF16),
+    "Pipelined(1,1024,1,3,4,2,255,0,2,1,0,0)": Modulated("layer", 2, 4, 2048, parameters=FP32),
+}
 
 
 def outputs_of(call, plan: Plan | None = None, **how):
@@ -63,6 +67,11 @@ def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(
         modulated.check(outputs_of(modulated.call, plan))
 
 
+@pytest.mark.parametrize("plan, modulated", CLUSTERS.items(), ids=str)
+def test_modulated_backwards_by_clusters_give_the_gradients_of_autograd_in_float64(plan, modulated):
+    modulated.check(outputs_of(modulated.call, from_text(plan)))
+
+
 @pytest.mark.parametrize(
     "norm, form, samples, rows, cols, parameters, modulations",
     [
@@ -75,7 +84,7 @@ def test_modulated_backwards_by_rings_give_the_gradients_of_autograd_in_float64(
         ("layer", "modulated_plus_residual", 2, 33, 3072, BF16, BF16),
         ("layer", "modulated", 2, 68, 2304, None, FP32),  # CTAs that live long, with more tiles than stages
         ("rms", "modulated", 3, 40, 1536, None, FP32),
-        ("layer", "modulated", 1, 35, 8192, None, FP32),
+        ("layer", "modulated", 1, 9, 8192, None, FP32),
     ],
 )
 def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(

@@ -99,7 +99,7 @@ EQUAL = [
     Problem("backward", "multi_wave", "layer", 4, 9001, FLOATS, equal=True),
     Problem("backward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
     Problem("backward", "pipelined", "layer", 9, 1536, FLOATS, equal=True),
-    Problem("backward", "pipelined", "layer", 3, 12288, FLOATS, sms=8, equal=True),
+    Problem("backward", "pipelined", "layer", 3, 5120, FLOATS, sms=4, equal=True),
     Problem("backward", "warp_specialized", "layer", 10, 1000, FLOATS, equal=True),
     Problem("backward", "warp_specialized", "layer", 10, 1000, MIXED, equal=True),
 ]
