@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..operands import Operands
 from ..problem.validation import require, require_float, require_strided
-from .operands import GRADS, PACKING, Settings
+from .operands import GRADS, Settings
 
 
 class Heads(NamedTuple):
@@ -160,5 +160,4 @@ class Packing(NamedTuple):
 
 def packing_of(operands: Operands) -> Packing | None:
     """None if q and k are two tensors."""
-    names = [slot.name for slot in PACKING]
-    return Packing(*[getattr(operands, name) for name in names]) if hasattr(operands, names[0]) else None
+    return Packing(operands.heads, operands.kv_heads, operands.grouped) if hasattr(operands, "grouped") else None

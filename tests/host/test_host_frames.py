@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BF16, FP32, make_case
+from head_norms import HeadCase
 
 import fusednorm
 from fusednorm.host import gpus, prepared, torch_compat
@@ -18,7 +19,7 @@ from fusednorm.planner.device import H200
 from fusednorm.tools.oracle import make_inputs
 
 OPS = torch.ops.fusednorm
-MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 275, 20
+MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL, MOST_OF_A_REPEATED_NORM_OF_HEADS = 275, 20, 40
 PACKAGE = str(Path(fusednorm.__file__).parent)
 NOTHING = "".format  # takes any arguments, and has no frame
 
@@ -111,6 +112,14 @@ def test_a_first_call_is_short_once_its_plan_and_builds_are_known_and_a_repeated
     first, repeated = frames_of(run), frames_of(run)
     assert repeated <= MOST_OF_A_REPEATED_CALL, repeated
     assert 3 * repeated < first <= MOST_OF_A_FIRST_CALL, first
+
+
+def test_a_repeated_norm_of_heads_is_short():
+    case = HeadCase(dtype=BF16, rotary=16)
+    given, rotary = {name: each.detach() for name, each in case.tensors().items()}, case.tables()
+    run = lambda: case.run(given, rotary=rotary)  # noqa: E731
+    run()
+    assert frames_of(run) <= MOST_OF_A_REPEATED_NORM_OF_HEADS
 
 
 def test_the_values_of_a_backward_are_those_that_the_documents_list():
