@@ -490,9 +490,7 @@ def without_our_rules_they_fail(world: World) -> None:
 COMBINATIONS = combinations_in(
     vars(),
     {
-        fsdp: (2, 4),
         fsdp_of_replicas: (4,),
-        tensor_parallel_plans: (2, 4),
         fsdp_over_tensor_parallel_plans: (4,),
         pipeline_stages: (2, 4),  # one of 4 stages has no norm
         clipping_counts_norm_weights_once: (2, 4),
