@@ -113,7 +113,8 @@ class NormByHand(nn.Module):
         x = inputs[0]
         if not _takes(inputs, weight) or x.dim() not in formula.ranks:
             return super().forward(*args, **kwargs)
-        rounds = formula.rounds_x_hat[weight is not None and weight.dtype not in HALF_DTYPES]
+        before_narrow, before_wide = formula.rounds_x_hat  # Dynamo of torch 2.11 does not index by a bool
+        rounds = before_wide if weight is not None and weight.dtype not in HALF_DTYPES else before_narrow
         eps, y_dtype = getattr(self, formula.eps_name), _output_dtype(formula.output, x, weight)
         op, arguments = formula.computes.op, formula.computes.arguments(inputs, weight, bias, eps, rounds, y_dtype)
         if self._fused_wait is not None:
