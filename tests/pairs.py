@@ -3,8 +3,9 @@
     python tests/pairs.py                                     # all pairs: some ten minutes a pair on two cores
     python tests/pairs.py --torch 2.11.0 --suites native      # one pair, one suite
 
-Each pair has a virtual environment of its own in --folder, made on first use. It takes 5 GB where pip also installs
-CUDA's libraries. The tests build the C++ host side. Ends with a table; exit code 1 if a test fails.
+Each pair has a virtual environment of its own in --folder, made on first use. It holds torch, Triton and what these
+need, 5 GB with CUDA's libraries, and takes everything else from this Python. The tests build the C++ host side. Ends
+with a table; exit code 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import os
 import re
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
+from environments import python_with
+
 ROOT = Path(__file__).parent.parent
+SIDE_BY_SIDE = "--numprocesses", "2", "--dist", "worksteal"
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
 SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
     "face": "face/autograd face/errors face/functional face/modules face/norm_forms face/ops face/opinfo "
     "face/public_face tools/oracle host/torch_compat integrations/drop_in integrations/export integrations/models",
     "compile": "kernels/compile integrations/folding integrations/inductor",
+    "dynamo": "integrations/hf_models integrations/rotations integrations/written",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",
@@ -32,16 +36,7 @@ SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
 
 
 def environment(torch: str, folder: Path) -> Path:
-    """A Python with this torch, its Triton and the packages that the tests need; made on first use."""
-    home = folder / f"torch-{torch}"
-    python, ready = home / "bin" / "python", home / ".ready"
-    if not ready.exists():
-        venv.create(home, clear=True, symlinks=True, with_pip=True)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, f"torch=={torch}", f"triton=={PAIRS[torch]}"], check=True)
-        subprocess.run([*pip, "--editable", f"{ROOT}[test,demo]"], check=True)
-        ready.touch()
-    return python
+    return python_with({"torch": torch, "triton": PAIRS[torch]}, folder)
 
 
 def path_of(name: str) -> str:
@@ -50,9 +45,10 @@ def path_of(name: str) -> str:
 
 def run(torch: str, suite: str, folder: Path) -> str:
     """pytest's own count, such as "12 passed, 1 skipped"; the rest of its output goes to a file."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = str(ROOT)
     files = [path_of(name) for name in SUITES[suite].split()]
-    command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
+    command = [environment(torch, folder), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *SIDE_BY_SIDE, *files]
     said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     log = folder / f"torch-{torch}-{suite}.log"
     log.write_text(said.stdout + said.stderr)

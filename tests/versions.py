@@ -21,8 +21,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +32,7 @@ from budgets import MIXES, ODD_MIXES, WIDTHS, complaints, problems
 from column_sums import Sums
 from column_sums import complaints as column_complaints
 from compiling import worker_processes
+from environments import python_with
 from head_norms import OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
 from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
@@ -164,18 +163,7 @@ def answer(job) -> list[str]:
 
 
 def environment(release: str, folder: Path) -> Path:
-    """A Python with this Triton and, apart from it, the packages of the running Python; made on first use."""
-    home = folder / f"triton-{release}"
-    python, ready = home / "bin" / "python", home / ".ready"
-    if not ready.exists():
-        venv.create(home, clear=True, symlinks=True)
-        (site,) = home.glob("lib/python*/site-packages")
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", site, f"triton=={release}"], check=True)
-        paths = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
-        (site / "beyond.pth").write_text("\n".join(paths) + "\n")
-        ready.touch()
-    return python
+    return python_with({"triton": release}, folder, "--no-deps")
 
 
 def source(patterns: tuple[str, ...] = SOURCES) -> str:
