@@ -20,6 +20,7 @@ from pathlib import Path
 from environments import python_with
 
 ROOT = Path(__file__).parent.parent
+SHOWN_LINES = 60  # of what failing tests print
 SIDE_BY_SIDE = "--numprocesses", "2", "--dist", "worksteal"
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
 SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
@@ -54,7 +55,7 @@ def run(torch: str, suite: str, folder: Path) -> str:
     log.write_text(said.stdout + said.stderr)
     counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", (said.stdout.splitlines() or [""])[-1])
     if said.returncode:
-        print(f"torch {torch}, {suite}: see {log}", file=sys.stderr)
+        print(*said.stdout.splitlines()[-SHOWN_LINES:], f"torch {torch}, {suite}: see {log}", sep="\n", file=sys.stderr)
         counts = counts if any("failed" in each or "error" in each for each in counts) else ["not run: error"]
     return ", ".join(counts)
 
