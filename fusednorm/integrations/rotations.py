@@ -29,7 +29,7 @@ from ..namespace import TORCH_OPS
 from ..operands import OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
-from .written import Written, kind_of, other_factor, terms_of, value_of
+from .written import Written, is_cast_to, kind_of, other_factor, terms_of, value_of
 
 REASON = "one launch for q, k and their rotations"
 
@@ -92,12 +92,13 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
         node.meta = {name: each for name, each in last.meta.items() if name != "example_value"}
         return node
 
-    def swap(node: Node, if_: bool) -> Node:
-        return call(torch.transpose, node, 1, 2) if if_ else node
+    def swap(node: Node, if_: bool, ndim: int = 4) -> Node:
+        function, *dims = _swap_of(ndim)
+        return call(function, node, *dims) if if_ and dims else node
 
     with graph.inserting_before(last):
         inputs = [swap(made.get(each.norm.x, each.norm.x), pair.x_is_swapped) for each in pair.both]
-        tables = [swap(each, pair.y_is_swapped) for each in (first.cos, first.sin)]
+        tables = [swap(each, pair.y_is_swapped, value_of(each).dim()) for each in (first.cos, first.sin)]
         weights, biases = ([getattr(each.norm, name) for each in pair.both] for name in ("weight", "bias"))
         operands = inputs, weights, biases, *tables, first.norm.eps
         op = call(TORCH_OPS.head_norm_fwd.default, *operands, **first.settings._asdict())
@@ -121,7 +122,7 @@ def _find(norm: Written) -> Rotated | None:
         return None
     y, cos, sin = found
     user = _only_user(y)
-    if kind_of(user) == "cast" and value_of(user).dtype == x.dtype:
+    if is_cast_to(user, x):
         y = user
     orders = tuple(order for order in (False, True) if _swapped(value_of(y), order).is_contiguous())
     return Rotated(norm, y, cos, sin, is_swapped, orders)
@@ -189,7 +190,14 @@ def _has_kernel(heads: Heads) -> bool:
 
 
 def _swapped(tensor: Tensor, if_: bool) -> Tensor:
-    return tensor.transpose(1, 2) if if_ else tensor
+    function, *dims = _swap_of(tensor.dim())
+    return function(tensor, *dims) if if_ and dims else tensor
+
+
+def _swap_of(ndim: int) -> tuple:
+    """What swaps dims 1 and 2 of four, and of what broadcasts against such a tensor: a function, and its dims; no dims
+    if there is nothing to swap."""
+    return (torch.transpose, -3, -2) if ndim > 2 else (torch.unsqueeze, -2) if ndim == 2 else (None,)
 
 
 def _is_same_call(one: Node, other: Node) -> bool:

@@ -29,9 +29,9 @@ KINDS: dict[Any, str] = {
     **dict.fromkeys(("to", "float", "half", "bfloat16", "type", "type_as"), "cast"),
     operator.getitem: "getitem",
 }
-BUILT_IN = {
-    torch.rms_norm: ("rms", "input", "normalized_shape", "weight", "eps"),
-    F.layer_norm: ("layer", "input", "normalized_shape", "weight", "bias", "eps"),
+BUILT_IN = {  # the norm, the default eps and the arguments
+    torch.rms_norm: ("rms", None, "input", "normalized_shape", "weight", "eps"),
+    F.layer_norm: ("layer", 1e-5, "input", "normalized_shape", "weight", "bias", "eps"),
 }
 
 
@@ -49,8 +49,8 @@ class Written(NamedTuple):
 
 def find_built_in(node: Node) -> Written | None:
     """The norm of torch that a node calls, over the last dim."""
-    norm, *names = BUILT_IN.get(node.target, (None,))
-    given = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs if norm else {}
+    norm, eps, *names = BUILT_IN.get(node.target, (None, None))
+    given = dict.fromkeys(names) | {"eps": eps} | dict(zip(names, node.args, strict=False)) | node.kwargs
     x = given.get("input")
     if not norm or len(given["normalized_shape"]) != 1 or not _is_taken(x) or not value_of(node).requires_grad:
         return None
@@ -87,7 +87,7 @@ def _rest(norm: Written) -> Written | None:
     while len(y.users) == 1:
         (user,) = y.users
         factor = other_factor(y, user)
-        if kind_of(user) == "cast" and value_of(user).dtype == x.dtype and not is_narrow:
+        if is_cast_to(user, x) and not is_narrow:
             y, is_narrow = user, weight is None
             if weight is not None:
                 break
@@ -143,6 +143,12 @@ def kind_of(node: Any) -> str | None:
 
 def value_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def is_cast_to(node: Any, like: Tensor) -> bool:
+    """Whether it is a cast to a tensor's dtype, and no move to another device."""
+    value = value_of(node)
+    return kind_of(node) == "cast" and (value.dtype, value.device) == (like.dtype, like.device)
 
 
 def terms_of(node: Any, kind: str) -> list | None:

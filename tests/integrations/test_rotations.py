@@ -50,7 +50,11 @@ def layer_of_torch(x, weight):
     return F.layer_norm(x, (D,), weight, weight, EPS)
 
 
-NORMS = [rms, one_plus_weight, layer, of_torch, layer_of_torch]
+def layer_by_default(x, weight):
+    return F.layer_norm(x / 1000, (D,), weight)
+
+
+NORMS = [rms, one_plus_weight, layer, of_torch, layer_of_torch, layer_by_default]
 
 
 def rotate_half(x):
@@ -136,6 +140,37 @@ def test_k_may_have_one_head(swaps):
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
+
+
+@pytest.mark.parametrize("swaps", ["behind", "before"])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_tables_may_have_fewer_dims_than_what_they_rotate(dims, swaps):
+    """All but those of columns have one size here, so that no dim can stand for another."""
+    *others, cos, sin = operands(tokens=D)
+    q, k = (torch.randn(2, D, D, D).requires_grad_() for _ in range(2))
+    cos, sin = ({1: table[0, 0], 2: table[0], 3: table[:1]}[dims] for table in (cos, sin))
+
+    def model(q, k, of_q, of_k, cos, sin):
+        pairs = (q, of_q), (k, of_k)
+        if swaps == "before":
+            normalized = [rms(x.transpose(1, 2), of) for x, of in pairs]
+        else:
+            normalized = [rms(x, of).transpose(1, 2) for x, of in pairs]
+        return tuple(turn(each, cos, sin) for each in normalized)
+
+    traced, given = trace(model, rotary=True), [q, k, *others[2:], cos, sin]
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def test_results_go_to_the_device_that_the_model_moves_them_to():
+    def moved(q, k, of_q, of_k, cos, sin):
+        tables = cos.unsqueeze(2), sin.unsqueeze(2)
+        return turn(rms(q, of_q), *tables).to("meta"), turn(rms(k, of_k), *tables).to("meta")
+
+    q, k = trace(moved, rotary=True)(*operands())
+    assert q.device.type == k.device.type == "meta"
 
 
 def test_all_columns_may_be_rotated_in_part():

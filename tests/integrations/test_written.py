@@ -192,6 +192,11 @@ def test_of_two_norms_the_one_that_stays_with_inductor_is_as_written():
     assert found == {"weight_offset=1.0": True, "": False} and set(inductor.report().values()) == {1}
 
 
+def test_a_result_goes_to_the_device_that_the_model_moves_it_to():
+    y = trace(lambda *given: llama(*given).to("meta"))(*operands())
+    assert y.device.type == "meta"
+
+
 def test_inference_is_left_as_written():
     traced = trace(llama)
     with torch.no_grad():
