@@ -176,9 +176,9 @@ class NormFunction(Function):
         count = 0 if info.statistics_inside else by.statistics
         of_statistics, behind = others[:count], others[count:]
         more = {name: grad for name, grad in zip(by.grads, behind, strict=True) if grad is not None}
-        mask = tuple([any([wanted[at] for at in ats]) for ats in by.mask])
+        mask = tuple([any(map(wanted.__getitem__, ats)) for ats in by.mask])
         grads = {"grad_out": grad_y}
-        runs = grad_y is not None or any([mask[at] for at in by.of_dx])
+        runs = grad_y is not None or any(map(mask.__getitem__, by.of_dx))
         if not runs and all(more.get(name) is None or at in by.passed for at, name in enumerate(by.grads)):
             for at in by.passed:  # the norm adds nothing to these gradients
                 grads["dx"] = more.get(by.grads[at])
@@ -239,10 +239,11 @@ def _recorded(operands: Operands) -> Outputs:
 
 
 def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
-    by, shape = derivative_of(operands.op), tuple(operands.normalized_shape)
+    op, shape = operands.op, tuple(operands.normalized_shape)
+    by = derivative_of(op)
     settings = settings_of(operands, by) if by.settings or by.dtypes else {}
     asked = asked_variants(), invariance.switch.invariance()
-    return NodeInfo(operands.op, shape, operands.eps, statistics_inside, *asked, by, settings)
+    return NodeInfo(op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
 def info_for_backward(operands: Operands) -> NodeInfo | None:

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -301,9 +302,9 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     made.form = property(lambda self: _form(self.op, names_of_form, tuple([self[at] for at in fields])))
     names_of_form = tuple(made._fields[at] for at in fields)
     made.tensor_names = tuple(made._fields[at] for at in tensors)
-    made.tensors = property(lambda self: tuple([self[at] for at in tensors]))
+    made.tensors = property(itemgetter(*tensors))
     made.rows = property(lambda self: tuple([self[at] for at in rows if self[at] is not None]))
-    made.differentiable = property(lambda self: tuple([self[at] for at in read]))
+    made.differentiable = property(itemgetter(*read))
     return made
 
 

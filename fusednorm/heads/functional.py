@@ -179,7 +179,7 @@ def _forward(op: str, operands: Operands) -> tuple[Tensor, ...]:
     made = native.y_of(FORWARD, operands[1:-1])
     if made is not None:  # C++ has looked at the tensors
         return made
-    for name, each in zip(NAMES, operands.tensors, strict=False):
+    for name, each in zip(NAMES, operands[1:], strict=False):
         if each is not None or name in "qk":
             require_strided(op, name, each)
     return autograd.of_operands(operands)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BF16, FP32, make_case
-from head_norms import HeadCase
+from head_norms import HeadCase, gradients
 
 import fusednorm
 from fusednorm.host import gpus, prepared, torch_compat
@@ -19,7 +19,8 @@ from fusednorm.planner.device import H200
 from fusednorm.tools.oracle import make_inputs
 
 OPS = torch.ops.fusednorm
-MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL, MOST_OF_A_REPEATED_NORM_OF_HEADS = 275, 20, 40
+MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 275, 20
+MOST_OF_HEADS, MOST_OF_HEADS_AND_THEIR_GRADIENTS = 33, 62
 PACKAGE = str(Path(fusednorm.__file__).parent)
 NOTHING = "".format  # takes any arguments, and has no frame
 
@@ -119,7 +120,15 @@ def test_a_repeated_norm_of_heads_is_short():
     given, rotary = {name: each.detach() for name, each in case.tensors().items()}, case.tables()
     run = lambda: case.run(given, rotary=rotary)  # noqa: E731
     run()
-    assert frames_of(run) <= MOST_OF_A_REPEATED_NORM_OF_HEADS
+    assert frames_of(run) <= MOST_OF_HEADS
+
+
+def test_so_is_its_backward():
+    case = HeadCase(dtype=BF16, rotary=16)
+    given, rotary = case.tensors(), case.tables()
+    run = lambda: gradients(case.run(given, rotary=rotary), given)  # noqa: E731
+    run()
+    assert frames_of(run) <= MOST_OF_HEADS_AND_THEIR_GRADIENTS
 
 
 def test_the_values_of_a_backward_are_those_that_the_documents_list():
