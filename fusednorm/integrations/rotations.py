@@ -42,6 +42,7 @@ class Rotated(NamedTuple):
     cos: Node
     sin: Node
     is_swapped: bool  # dims 1 and 2 of y are x's swapped
+    tables_are_swapped: bool  # and those of the tables
     orders: tuple[bool, ...]  # whether y is contiguous with these dims swapped: both, if one of them has one element
 
     @property
@@ -65,6 +66,10 @@ class Pair(NamedTuple):
     def x_is_swapped(self) -> bool:
         """Whether x is the op's input with these dims swapped."""
         return self.y_is_swapped != self.first.is_swapped
+
+    @property
+    def tables_are_swapped(self) -> bool:
+        return self.y_is_swapped != self.first.tables_are_swapped
 
     @property
     def last(self) -> Node:
@@ -98,7 +103,7 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
 
     with graph.inserting_before(last):
         inputs = [swap(made.get(each.norm.x, each.norm.x), pair.x_is_swapped) for each in pair.both]
-        tables = [swap(each, pair.y_is_swapped, value_of(each).dim()) for each in (first.cos, first.sin)]
+        tables = [swap(each, pair.tables_are_swapped, value_of(each).dim()) for each in (first.cos, first.sin)]
         weights, biases = ([getattr(each.norm, name) for each in pair.both] for name in ("weight", "bias"))
         operands = inputs, weights, biases, *tables, first.norm.eps
         op = call(TORCH_OPS.head_norm_fwd.default, *operands, **first.settings._asdict())
@@ -114,9 +119,8 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
 
 def _find(norm: Written) -> Rotated | None:
     """The rotation behind a norm."""
-    x, y, is_swapped = value_of(norm.x), norm.y, False
-    while _is_swap(user := _only_user(y)):
-        y, is_swapped = user, not is_swapped
+    x = value_of(norm.x)
+    y, is_swapped = _behind_swaps(norm.y)
     found = x.dim() == 4 and (_turned(y) or _turned_in_part(y))
     if not found:
         return None
@@ -124,8 +128,17 @@ def _find(norm: Written) -> Rotated | None:
     user = _only_user(y)
     if is_cast_to(user, x):
         y = user
+    y, is_swapped_behind = _behind_swaps(y)
     orders = tuple(order for order in (False, True) if _swapped(value_of(y), order).is_contiguous())
-    return Rotated(norm, y, cos, sin, is_swapped, orders)
+    return Rotated(norm, y, cos, sin, is_swapped != is_swapped_behind, is_swapped_behind, orders)
+
+
+def _behind_swaps(y: Node) -> tuple[Node, bool]:
+    """What swaps of dims 1 and 2 make of y, and whether these are swapped then."""
+    is_swapped = False
+    while _is_swap(user := _only_user(y)):
+        y, is_swapped = user, not is_swapped
+    return y, is_swapped
 
 
 def _turned(y: Node) -> tuple[Node, Node, Node] | None:
@@ -161,7 +174,7 @@ def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
 
 def _is_taken(pair: Pair) -> bool:
     first, second = pair.both
-    if (first.settings, first.norm.eps, first.is_swapped) != (second.settings, second.norm.eps, second.is_swapped):
+    if (first.settings, first.norm.eps, first[4:6]) != (second.settings, second.norm.eps, second[4:6]):
         return False
     if V.aot_compilation or not all(map(_is_same_call, first[2:4], second[2:4])):
         return False
@@ -169,7 +182,7 @@ def _is_taken(pair: Pair) -> bool:
         return False
     xs, weights, biases = ([value_of(getattr(each.norm, of)) for each in pair.both] for of in ("x", "weight", "bias"))
     inputs = [_swapped(x, pair.x_is_swapped) for x in xs]
-    tables = [_swapped(value_of(each), pair.y_is_swapped) for each in (first.cos, first.sin)]
+    tables = [_swapped(value_of(each), pair.tables_are_swapped) for each in (first.cos, first.sin)]
     heads = Heads(inputs, weights, biases, *tables, first.norm.eps, first.settings)
     try:
         validate("head_norm_fwd", heads)

@@ -72,12 +72,14 @@ def turn_in_part(x, cos, sin):
 
 
 def attention(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind", each=False):
-    """What is rotated is [B, S, H, D] if nothing swaps, else [B, H, S, D]."""
-    behind, before = (lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("behind", "before"))
-    dim = 2 if swaps == "never" else 1
-    q, k = behind(norm(before(q), of_q)), behind(norm(before(k), of_k))
+    """Each is [B, S, H, D]. `swaps` says where that becomes [B, H, S, D], beside the norm or last."""
+    before, behind, last = (
+        lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("before", "behind", "last")
+    )
+    dim = 2 if swaps in ("never", "last") else 1
     tables = [[table.unsqueeze(dim) for table in (cos, sin)] for _ in range(1 + each)]
-    return turn(q, *tables[0]).to(q.dtype), turn(k, *tables[-1]).to(k.dtype)
+    q = last(turn(behind(norm(before(q), of_q)), *tables[0]).to(q.dtype))
+    return q, last(turn(behind(norm(before(k), of_k)), *tables[-1]).to(k.dtype))
 
 
 def operands(dtype=FP32, table_dtype=FP32, columns=D, batch=2, tokens=6, of_k=2):
@@ -101,7 +103,7 @@ def joined(traced):
     return len(calls(traced.forward, "fusednorm.head_norm_fwd")), len(calls(traced.backward, "fusednorm.head_norm_bwd"))
 
 
-@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+@pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
 def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
     model, given = functools.partial(attention, norm=norm, swaps=swaps, each=swaps == "before"), operands()
@@ -133,7 +135,7 @@ def test_bfloat16_is_as_exact_as_it_was(case):
     assert [each.dtype for each in got] == [each.dtype for each in stock] and joined(traced) == (1, 1)
 
 
-@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+@pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
 def test_k_may_have_one_head(swaps):
     model, given = functools.partial(attention, swaps=swaps), operands(of_k=1)
     traced = trace(model, rotary=True)
