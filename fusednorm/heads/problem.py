@@ -73,7 +73,8 @@ def check(operands: Operands) -> torch.Size:
 
 def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None:
     """Raises RuntimeError unless the operands are as `Heads` says and all tensors are strided, float and on one device;
-    TypeError if one is no tensor. Only shapes, dtypes and devices are read, so traced tensors are accepted."""
+    TypeError if one is no tensor, or rotary_dim no integer. Only shapes, dtypes and devices are read, so traced tensors
+    are accepted."""
     inputs, weights, biases, cos, sin, _, settings = heads
     require_strided(op, "inputs[0]", inputs[0])
     if not inputs[0].dim():
@@ -89,6 +90,8 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None
     wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]
     for name, tensor, shape in wanted:
         require(op, name, tensor, shape, device, "inputs[0]")
+    if not isinstance(settings.rotary_dim, (int, torch.SymInt, type(None))):
+        raise TypeError(f"{op}: rotary_dim must be an integer, got {settings.rotary_dim!r}")
     if (cos is None) != (sin is None):
         raise RuntimeError(f"{op}: cos and sin must be given together, got {'sin' if cos is None else 'cos'} alone")
     if cos is None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from . import margin
 from .process_wide import Setting
@@ -96,20 +93,6 @@ def _change(value: int | None) -> None:
 
 
 batch_invariant.observe(_change)
-
-
-def of_forward() -> int | None:
-    """What a node of autograd keeps for its backward. None while Dynamo traces: a graph does as the setting says when
-    it runs."""
-    return None if torch.compiler.is_dynamo_compiling() else switch.invariance()
-
-
-def call_as(value: int | None, function: Callable, *arguments: Any, **named: Any) -> Any:
-    """The function's result, where this thread's calls are batch-invariant as `of_forward` has said."""
-    if value is None:
-        return function(*arguments, **named)
-    with as_in_forward(value):
-        return function(*arguments, **named)
 
 
 class as_in_forward:  # noqa: N801  reads as a function

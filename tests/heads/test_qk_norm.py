@@ -146,6 +146,7 @@ ERRORS = [
     ((Q, K, W), {"rotary": (ROTARY[:4],) * 2}, RuntimeError, r"cos must broadcast against the rows of inputs\[0\], "),
     ((Q, K, W), {"rotary": (ROTARY,) * 2, "rotary_dim": 12}, RuntimeError, "cos must have 12 columns or half as many"),
     ((Q, K, W), {"rotary": (ROTARY[:, :5],) * 2}, RuntimeError, "rotary_dim must be even and from 2 to 16, got 5"),
+    ((Q, K, W), {"rotary": (ROTARY,) * 2, "rotary_dim": "8"}, TypeError, "rotary_dim must be an integer, got '8'"),
     ((Q, K, W), {"rotary_dim": 8}, RuntimeError, "rotary_dim needs cos and sin, got 8 without them"),
     (
         (Q, K, torch.randn(7)),
