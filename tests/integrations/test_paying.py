@@ -22,7 +22,7 @@ FASTER = {  # microseconds of a step in which Inductor has the backward, and in 
 }
 
 
-@pytest.mark.parametrize("name", graphs.CASES)
+@pytest.mark.parametrize("name", FASTER)
 def test_the_faster_one_is_chosen_and_computes_the_same(name, cpu_as_cuda):  # noqa: F811
     made = graphs.make(name, "cpu", tiny=True)
     traced = trace(made.run)
