@@ -99,7 +99,8 @@ def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Column
 
 def _others(packed: Tensor, places: tuple[Columns, Columns]) -> list[Tensor]:
     """The other columns, as views."""
-    (first, end), (last, last_end) = sorted(places)
+    x, gate = places
+    (first, end), (last, last_end) = (x, gate) if x[0] < gate[0] else (gate, x)  # Dynamo sorts no symbolic numbers
     runs = (0, first), (end, last), (last_end, packed.shape[-1])
     return [packed[..., start:stop] for start, stop in runs if stop > start]
 
@@ -115,6 +116,7 @@ class PackedFunction(Function):
         y, *statistics = op_outputs(op, call_op(getattr(TORCH_OPS, op).default, operands))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed, weight, bias, *statistics)
+        ctx.width = packed.shape[-1]  # in a backward, Dynamo would take it for a stride of a gradient, and be wrong
         ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
         ctx.info = autograd.info_for_backward(operands)
         return y, *_others(packed, places)
@@ -129,7 +131,7 @@ class PackedFunction(Function):
         given |= {"grad_out": torch.zeros_like(x) if grad_y is None else grad_y, "x": x, "gate": gate, "weight": weight}
         given |= {"bias": bias, "output_mask": [want and of is not None for want, of in wanted]}
         given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
-        given |= {"width": packed.shape[-1], "x_at": x_at, "gate_at": gate_at} | ctx.settings
+        given |= {"width": ctx.width, "x_at": x_at, "gate_at": gate_at} | ctx.settings
         operands = operands_of(ctx.op, (), given)
         found = autograd.gradients_of(ctx.info, operands)
         return None, None, None, None, None, *found

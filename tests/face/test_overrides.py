@@ -267,6 +267,8 @@ def test_compiled_calls_show_torchs_function_and_hold_one_op(norm, kind, look):
         return module
 
     torch._dynamo.reset()
+    if look is Plain and norm == "rms" and kind == "functional" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 does not trace its own F.rms_norm of a subclass without a weight")
     with Names() as mode, torch.device("cpu"):
         y = torch.compile(STAND_INS[kind][norm], fullgraph=True, backend=backend)(X.as_subclass(look))
     assert mode.seen == [f"{norm}_norm"] and type(y) is look
