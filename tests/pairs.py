@@ -24,10 +24,12 @@ SHOWN_LINES = 60  # of what failing tests print
 SIDE_BY_SIDE = "--numprocesses", "2", "--dist", "worksteal"
 PAIRS = {"2.11.0": "3.6.0", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}  # Triton by torch
 SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
-    "face": "face/autograd face/errors face/functional face/modules face/norm_forms face/ops face/opinfo "
-    "face/public_face tools/oracle host/torch_compat integrations/drop_in integrations/export integrations/models",
-    "compile": "kernels/compile integrations/folding integrations/inductor",
-    "dynamo": "integrations/hf_models integrations/rotations integrations/written",
+    "face": "face/autograd face/compiled_face face/errors face/functional face/modulated face/modules face/norm_forms "
+    "face/ops face/opinfo face/overrides face/packed face/public_face heads/qk_norm tools/oracle host/torch_compat "
+    "integrations/drop_in integrations/eager integrations/export integrations/models",
+    "compile": "kernels/compile integrations/folding integrations/inductor integrations/paying",
+    "dynamo": "integrations/gated_classes integrations/hf_models integrations/recognition integrations/rotating "
+    "integrations/rotations integrations/written",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",
