@@ -148,6 +148,8 @@ def qk_norm_packed(
         *both, v = packing.split(qkv)
         q, k = _forward(op, _of(*both, parameters, cos, sin, eps, settings))
     else:
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.15 wants tensors of its own
+            parameters = [each if each is None else each.view_as(each) for each in parameters]
         q, k, v = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
     return tuple(each.flatten(-3, -2) if grouped else each for each in (q, k, v))
 
