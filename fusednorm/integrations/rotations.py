@@ -143,12 +143,11 @@ def _behind_swaps(y: Node) -> tuple[Node, bool]:
 
 def _turned(y: Node) -> tuple[Node, Node, Node] | None:
     """The rotation of all columns: (result, cos, sin)."""
-    cols = value_of(y).shape[-1]
-    parts = {_columns(user): user for user in y.users}
+    cols, parts = value_of(y).shape[-1], _parts(y)
     first, second, product = parts.get((0, cols // 2)), parts.get((cols // 2, cols)), parts.get(None)
     negative = _only_user(second)
     turned = _only_user(negative)
-    if len(y.users) != 3 or kind_of(negative) != "neg" or not _joins(turned, negative, first):
+    if len(parts) != 3 or kind_of(negative) != "neg" or not _joins(turned, negative, first):
         return None
     turned_product, result = _only_user(turned), _only_user(product)
     tables = other_factor(y, product), other_factor(turned, turned_product)
@@ -159,8 +158,8 @@ def _turned(y: Node) -> tuple[Node, Node, Node] | None:
 
 def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
     """The rotation of the first columns, which the rest follows: (result, cos, sin)."""
-    parts = {_columns(user): user for user in y.users}
-    if len(y.users) != 2 or len(parts) != 2 or None in parts:
+    parts = _parts(y)
+    if len(parts) != 2 or None in parts:
         return None
     (start, end), (after, stop) = sorted(parts)
     found = _turned(parts[start, end])
@@ -225,8 +224,30 @@ def _only_user(node: Node | None) -> Node | None:
 
 def _is_swap(node: Node | None) -> bool:
     """Whether it swaps dims 1 and 2 of four."""
-    is_call = kind_of(node) == "transpose" and not node.kwargs
-    return is_call and {dim % 4 for dim in node.args[1:]} == {1, 2} and value_of(node).dim() == 4
+    if kind_of(node) != "transpose" or value_of(node).dim() != 4:
+        return False
+    return {dim % 4 for dim in (*node.args[1:], *node.kwargs.values())} == {1, 2}
+
+
+def _parts(y: Node) -> dict[tuple[int, int] | None, Node]:
+    """What slices and halves have of y's columns, by (first, end), and another user by None; empty if two are alike."""
+    found, half = [], value_of(y).shape[-1] // 2
+    for user in y.users:
+        if _is_in_halves(user):
+            found += [((half * each.args[1], half * (1 + each.args[1])), each) for each in user.users]
+        else:
+            found.append((_columns(user), user))
+    parts = dict(found)
+    return parts if len(parts) == len(found) else {}
+
+
+def _is_in_halves(node: Node) -> bool:
+    """Whether it is two chunks of columns, of equal size."""
+    given = dict(zip(("input", "chunks", "dim"), node.args, strict=False)) | node.kwargs
+    if kind_of(node) != "chunk" or given["chunks"] != 2 or given.get("dim", 0) not in (-1, 3):
+        return False
+    is_even = value_of(given["input"]).shape[-1] % 2 == 0
+    return is_even and all(kind_of(each) == "getitem" and isinstance(each.args[1], int) for each in node.users)
 
 
 def _columns(node: Node) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from ..planner.norm_problem import FLOAT_DTYPES
 from . import routing
 from .folding import SIXTEEN_BITS
 
-NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "transpose", "unsqueeze")
+NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze")
 KINDS: dict[Any, str] = {
     **{getattr(where, name): name for name in NAMES for where in (operator, torch) if hasattr(where, name)},
     **{name: name for name in NAMES},

@@ -66,6 +66,11 @@ def turn(x, cos, sin):
     return (x * cos) + (rotate_half(x) * sin)
 
 
+def turn_chunks(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
 def turn_in_part(x, cos, sin):
     size = cos.shape[-1]
     return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
@@ -217,6 +222,27 @@ def test_a_norm_of_what_was_rotated_is_found_too():
     assert joined(traced) == (1, 1)
 
 
+def test_halves_may_be_chunks_and_dims_be_named():
+    def model(q, k, of_q, of_k, cos, sin):
+        q, k = (rms(x, weight).transpose(dim0=1, dim1=2) for x, weight in ((q, of_q), (k, of_k)))
+        return [turn_chunks(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
+
+    traced, given = trace(model, rotary=True), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def wrong_chunks(x, cos, sin):
+    a, b = x.chunk(2, dim=-2)
+    return x * cos + torch.cat([-b, a], -2) * sin
+
+
+def three_chunks(x, cos, sin):
+    a, b, c = x.chunk(3, dim=-1)
+    return x * cos + torch.cat([-b, a, c], -1) * sin
+
+
 def wrong_sign(x, cos, sin):
     return x * cos - rotate_half(x) * sin
 
@@ -246,7 +272,8 @@ def trained(x, cos, sin):
     return turn(x, cos, sin)
 
 
-OTHERS = [wrong_sign, wrong_halves, scaled, of_another, used_elsewhere, unequal_parts, trained]
+OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled]
+OTHERS += [of_another, used_elsewhere, unequal_parts, trained]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
