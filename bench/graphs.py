@@ -49,14 +49,14 @@ Sizes = tuple[int, ...]
 
 
 class Case(NamedTuple):
-    """A norm with its neighbours, called with tensors of these shapes, each of which gets a gradient, but for the last
-    ones, the tables of a rotation."""
+    """A norm with its neighbours, called with tensors of these shapes. Each gets a gradient. Tables of a rotation get
+    none."""
 
     run: Callable[..., Tensor | tuple[Tensor, ...]]
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
-    tables: int = 0
+    tables: int = 0  # of a rotation, the last tensors
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:

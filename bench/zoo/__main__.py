@@ -35,7 +35,8 @@ from .measure import Task, run
 from .models import MODELS
 from .ways import WAYS
 
-DEFAULT_WAYS = tuple(WAYS)[:-3]
+ON_REQUEST = 3  # ways, the last ones
+DEFAULT_WAYS = tuple(WAYS)[:-ON_REQUEST]
 PROFILED = ("eager stock", "eager patch_model", "eager enable_eager", "compiled stock")
 LEAST = 60  # seconds: with less, no model is begun
 OUT_OF_MEMORY = "OutOfMemoryError"
@@ -82,7 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser("zoo", __doc__)
     models = list(MODELS)
     parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="NAME", help=", ".join(models))
-    ways = f"{'; '.join(WAYS)} (default: all but the last three)"
+    ways = f"{'; '.join(WAYS)} (default: all but the last {ON_REQUEST})"
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=ways)
     parser.add_argument("--minutes", type=float, default=30, help="of everything (default: 30)")
     parser.add_argument("--seconds", type=float, default=15, help="of timing a model, at most (default: 15)")
