@@ -16,11 +16,11 @@ from planning import ARCHITECTURES, make_problem, meta_call
 
 from fusednorm.host import gpus
 from fusednorm.planner import budget
-from fusednorm.planner.candidates import to_survey
 from fusednorm.planner.choice import best_plan, choices
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import VARIANTS, ColumnRingPlan, Plan, ReferencePlan, RingPlan, WarpSpecializedPlan
+from fusednorm.tools.tune import to_survey
 
 MANY_ROWS = 1 << 20
 UNUSED_BYTES = 1024  # most that a ring's bound may have to spare

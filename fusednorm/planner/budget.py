@@ -8,7 +8,7 @@ data/registers.json has its coefficients, and bench/NOTES.md the builds behind t
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import limits
 from .device import DeviceSpec
@@ -43,14 +43,6 @@ def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bo
 def computed(plan: MultiWavePlan | RingPlan, problem: NormProblem) -> NormProblem:
     """What the plan's kernel computes for each element. A short-lived CTA would fold a scale for a row or two."""
     return problem if problem.is_forward and plan.short_lived else problem.inside
-
-
-def reads_once(plan: Plan, problem: NormProblem) -> bool:
-    """Whether the plan's threads hold what dx takes of a tile instead of reading the tile twice: in a backward with
-    an activation, which they would compute twice, where 16-bit rows leave that many instructions for each byte."""
-    if not isinstance(plan, RingPlan):
-        return False
-    return limits.value_of(limits.reads_once, problem.quantities | of_plan(plan, problem.cols))
 
 
 def shared_bytes(plan: Plan, problem: NormProblem) -> int:
@@ -147,36 +139,26 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     if plan.kernel in BY_COLUMNS:
         return plan.max_registers
     held, kind = computed(plan, problem), ""
-    known = held.quantities | vars(device) | of_plan(plan, problem.cols) | {"folds": held is not problem}
+    known = held.quantities, vars(device) | of_plan(plan, problem.cols) | {"folds": held is not problem}
     if plan.kernel == "multi_wave":
         kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
-    elif limits.value_of(limits.reads_once, known):
+    elif limits.value_of(limits.reads_once, *known):
         kind = " once"
-    bound = _bounds()[f"{plan.kernel} {problem.direction}{kind}"]
-    need = limits.value_of(bound.need, known)
-    capped = [cap for cap, case in bound.caps.items() if cap < need and limits.value_of(case, known)]
-    return _round_up(round(min([need, *capped]), 6), REGISTER_STEP)
-
-
-class Bound(NamedTuple):
-    """Expressions of data/registers.json for a kernel."""
-
-    need: str
-    caps: dict[int, str]  # and when each holds
+    needed = limits.value_of(_bound(f"{plan.kernel} {problem.direction}{kind}"), *known)
+    return _round_up(round(needed, 6), REGISTER_STEP)
 
 
 @functools.cache
-def _bounds() -> dict[str, Bound]:
-    def sum_of(terms: dict[str, float]) -> str:
-        return " + ".join(f"{number} * {product}" for product, number in terms.items())
-
-    return {
-        name: Bound(
-            f"max({sum_of(bound.get('least', {'1': 0}))}, {sum_of(bound['terms'])})",
-            {int(cap): " or ".join(cases) for cap, cases in bound.get("caps", {}).items()},
-        )
-        for name, bound in limits.read("registers").items()
-    }
+def _bound(name: str) -> str:
+    """The larger one of two sums of data/registers.json, and no more than a cap where one of its cases holds, as one
+    expression."""
+    bound = limits.read("registers")[name]
+    least, most = (bound.get(part, {"1": 0}).items() for part in ("least", "terms"))
+    sums = (" + ".join(f"{number} * {product}" for product, number in each) for each in (least, most))
+    need = f"max({', '.join(sums)})"
+    for cap, cases in bound.get("caps", {}).items():
+        need = f"min({need}, {cap} if {' or '.join(cases)} else 1e9)"
+    return need
 
 
 def of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """candidates(variant, problem, device): the few plans worth considering, all legal and within the budgets.
 
-A family is what a plan does apart from how it cuts a row: its kernel, rows of a tile, warps, CTAs on an SM, CTAs of a
-row, stages. Families come from frames: so many warps in so many CTAs on an SM, for tiles of which a thread has so many
-elements. Within a family, a row is cut so that it needs the fewest copies, then the least padding, then the largest
-chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A survey
-of plan families").
+Frames say what a plan does apart from how it cuts a row: so many warps in so many CTAs on an SM, for tiles of which a
+thread has so many elements, with so many stages. A plan whose chunks are 0 is yet to be cut: so that a row needs the
+fewest copies, then the least padding, then the largest chunk. Which candidate is the fastest is not asked here. The
+frames were chosen from surveys (bench/NOTES.md, "A survey of plan families").
 """
 
 from __future__ import annotations
@@ -61,26 +60,9 @@ def _all_frames() -> list[tuple[str, list[Frame]]]:
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
     """Of a "ring", a "gated ring", rows in "registers", or "any" rows in registers."""
-    known = problem.quantities | {"kind": kind}
-    return [frame for of, each in _all_frames() if limits.value_of(of, known) for frame in each]
-
-
-class Family(NamedTuple):
-    """What a plan does, apart from how it cuts a row. Rows in registers have no stages, and no cluster."""
-
-    kernel: str
-    rows_per_tile: int = 1
-    num_warps: int = 4
-    ctas_per_sm: int = 1
-    cluster: int = 1
-    num_stages: int = 0
-    short_lived: bool = False
-    weight_in_smem: bool = False
-
-    @classmethod
-    def of(cls, plan: Plan) -> Family:
-        names = cls._fields[1:] if plan.kernel in ("pipelined", "multi_wave") else ()
-        return cls(plan.kernel, *(getattr(plan, name, cls._field_defaults[name]) for name in names))
+    known = problem.quantities, {"kind": kind}
+    groups = (frames for of, frames in _all_frames() if limits.value_of(of, *known))
+    return [frame for group in groups for frame in group]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -97,89 +79,64 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         plan = _warp_specialized(problem, device)
         return (plan,) if plan else ()
     if variant == "pipelined":
-        found = [] if are_better_in_registers(problem, device) else list(_rings("ring", problem, device))
-        plans = tuple(plan for family in found if (plan := _either(family, problem, device)))
+        if are_better_in_registers(problem, device):
+            return ()
+        plans = tuple(rings("ring", problem, device))
         if plans or any(plan.kernel == "multi_wave" for plan in candidates("multi_wave", problem, device)):
             return plans
         # Registers do not hold a row, and no ring has three stages: two stages still read it once.
-        shallow = (_either(family._replace(num_stages=2), problem, device) for family in found)
-        return tuple(plan for plan in shallow if plan)
+        return tuple(rings("ring", problem, device, stages=2))
     # Rows that no other frame holds: any tile that registers hold reads its row once, which column tiles do not.
     for kind, good in (("registers", True), ("any", False)):
-        families = (
-            Family("multi_wave", rows, frame.num_warps, frame.ctas_per_sm, short_lived=frame.short_lived)
+        tiles = (
+            MultiWavePlan(rows, 0, 0, frame.num_warps, frame.ctas_per_sm, 0, frame.short_lived)
             for frame in frames(kind, problem)
             for rows in _tiles(frame, 1, problem)
         )
-        if plans := tuple(plan for each in families if (plan := plan_of(each, problem, device, good))):
+        if plans := tuple(plan for each in tiles if (plan := cut(each, problem, device, good))):
             return plans
     return () if problem.by_sample else (column_tile_plan(problem, device),)
-
-
-def plan_of(family: Family, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
-    """The plan of a family for a problem; None if none is within the budgets. The problem must be one that the family's
-    kernel can run. A ring that is not `good` may spill, and threads that hold rows need not own columns."""
-    if family.kernel == "pipelined":
-        return _in_chunks(family, problem, device, good)
-    return _held(family, problem, device, good) if family.kernel == "multi_wave" else column_tile_plan(problem, device)
 
 
 def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
     if variant == "warp_specialized":
         return _warp_specialized(problem, device, good=False)
-    families = list(_rings("ring", problem, device)) if variant == "pipelined" else []
-    shallow = [family._replace(num_stages=1) for family in families]
-    plans = (plan_of(family, problem, device, good=False) for family in families + shallow)
-    return next((plan for plan in plans if plan), None)
+    uncut = [replace(ring, weight_in_smem=False) for ring in _uncut_rings("ring", problem, device)]
+    uncut += [replace(ring, num_stages=1) for ring in uncut]
+    return next((plan for ring in uncut if (plan := cut(ring, problem, device, good=False))), None)
 
 
-def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """Rings of norms that activate a gate, for `tune` alone: a table may have them, but the model, which does not know
-    what a gate takes, must not choose one. Parameters are in registers where these suffice."""
-    no_ring = broken_rule("pipelined", problem, 1, device) or are_better_in_registers(problem, device)
-    if problem.form.activates and problem.writes_rows and not no_ring:
-        families = _rings("gated ring", problem, device)
-        found = (_at_one_of((False, True), family, problem, device) for family in families)
-        yield from filter(None, found)
+def rings(kind: str, problem: NormProblem, device: DeviceSpec, stages: int | None = None) -> Iterator[Plan]:
+    """Those of the frames of a kind that fit, with other stages if they are named. A weight that does not fit at its
+    place, in shared memory or in registers, is at the other one."""
+    for ring in _uncut_rings(kind, problem, device):
+        places = ring.weight_in_smem, not ring.weight_in_smem
+        uncut = (replace(ring, weight_in_smem=place, num_stages=stages or ring.num_stages) for place in places)
+        yield from itertools.islice(filter(None, (cut(each, problem, device) for each in uncut)), 1)
 
 
-def _either(family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The ring of a family. Its weight is in shared memory if a thread has many columns, unless a forward's tile is one
-    row; otherwise in registers, as wide rows that a forward holds are. If it does not fit there, it is at the other
-    place."""
-    rows = family.rows_per_tile if family.cluster == 1 else 1
-    columns = rows * problem.cols / (32 * family.num_warps * family.cluster)
-    many = columns > limits.most_columns_with_weight[problem.direction]
-    one_row = family.rows_per_tile == 1 and problem.is_forward and problem.norm == "layer"
-    places = (True, False) if many and not one_row and not problem.quantities["holds_wide"] else (False, True)
-    return _at_one_of(places, family, problem, device)
-
-
-def _at_one_of(places: tuple[bool, ...], family: Family, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The ring of a family whose weight is at the first place where it fits: in shared memory, or not."""
-    plans = (plan_of(family._replace(weight_in_smem=in_smem), problem, device) for in_smem in places)
-    return next((plan for plan in plans if plan), None)
-
-
-# --- Families ---
-
-
-def _rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Family]:
+def _uncut_rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
     """Rings of several rows, or of more columns than three stages have room for, have two stages, unless their frames
     are deep. Those of backwards by sample are, unless CTAs share a row. A short row has no cluster unless its frame has
-    no other."""
+    no other. The weight is in shared memory if a thread has many columns, unless a forward's tile is one row; otherwise
+    in registers, as wide rows that a forward holds are, and what gated rings hold."""
     for frame, cluster in itertools.product(frames(kind, problem), cluster_sizes(problem, device)):
         fits = frame.least_cluster <= cluster <= frame.most_cluster
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
         if not fits or (cluster > 1 and not wide):
             continue
-        warps, ctas, few = frame.num_warps, frame.ctas_per_sm, limits.most_columns_of_two_stages * 32 * cluster
+        warps, few = frame.num_warps, limits.most_columns_of_two_stages * 32 * cluster
         for rows in _tiles(frame, cluster, problem):
             deep = frame.deep or (problem.by_sample > 0 and cluster == 1 and not problem.rows_in)
             short = rows == 1 and problem.cols <= few * warps
             stages = frame.stages if short or deep else min(2, frame.stages)
-            yield Family("pipelined", rows, warps, ctas, cluster, stages, frame.short_lived)
+            columns = (rows if cluster == 1 else 1) * problem.cols / (32 * warps * cluster)
+            in_smem = columns > limits.most_columns_with_weight[problem.direction] and kind == "ring"
+            in_smem &= not (rows == 1 and problem.is_forward and problem.norm == "layer")
+            in_smem &= not problem.quantities["holds_wide"]
+            shape = rows, 0, 0, stages, warps, frame.ctas_per_sm, 0
+            yield PipelinedPlan(*shape, in_smem, cluster, short_lived=frame.short_lived)
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
@@ -194,23 +151,21 @@ def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
 # --- How a row is cut ---
 
 
-class Cut(NamedTuple):
-    """A ring's chunks, and how they are copied: copy_chunks to a copy, with a tail the last one by itself."""
-
-    of_many_boxes: bool
-    copies: int
-    padded: int
-    num_chunks: int
-    chunk: int
-    copy_chunks: int
-    tail: bool
+def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
+    """The plan that cuts a row of the problem, and does all else as `plan` does; None if none is within the budgets.
+    The plan's kernel must be one that can run the problem. A ring that is not `good` may spill, and threads that hold
+    rows need not own columns."""
+    if isinstance(plan, PipelinedPlan):
+        return _in_chunks(plan, problem, device, good)
+    return _held(plan, problem, device, good) if isinstance(plan, MultiWavePlan) else column_tile_plan(problem, device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, most_copies: int) -> list[Cut]:
-    """The ways to cut a row for a ring, best first. A thread has columns of one row; in a cluster, of all rows."""
-    threads, found = 32 * num_warps if cluster > 1 else 32 * num_warps // rows, []
-    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, most_chunks):
+def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> list[tuple[int, int, int, int, bool]]:
+    """The ways to cut a row for a ring, best first, as (copies, chunk, num_chunks, copy_chunks, tail). A thread has
+    columns of one row; in a cluster, of all rows."""
+    threads, found = 32 * warps if cluster > 1 else 32 * warps // rows, []
+    for chunk, num_chunks in chunkings(-(-cols // cluster), threads, limits.max_ring_chunks[direction]):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
         boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
         known = {"num_chunks": num_chunks, "chunk_columns": chunk // threads, "padding": padded / cols}
@@ -218,50 +173,53 @@ def _cuts(cols: int, most_chunks: int, rows: int, num_warps: int, cluster: int, 
         if boxes <= MAX_BOX_SIDE and limits.value_of(limits.good_chunks, known):
             for copy_chunks, tail in ways_to_copy(num_chunks, whole):
                 copies = 2 if tail else -(-num_chunks // copy_chunks)
-                found.append(Cut(boxes > limits.many_boxes, copies, padded, num_chunks, chunk, copy_chunks, tail))
-    return sorted(cut for cut in found if cut.copies <= most_copies)
+                rank = boxes > limits.many_boxes, copies, padded, num_chunks
+                found.append((rank, (copies, chunk, num_chunks, copy_chunks, tail)))
+    return [way for _, way in sorted(found)]
 
 
-def _in_chunks(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
-    _, rows, warps, ctas, cluster, stages, short_lived, in_smem = family
+def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
+    rows, stages, warps, cluster = ring.rows_per_tile, ring.num_stages, ring.num_warps, ring.cluster
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
-    resources = stages, warps, ctas, budget.register_limit(32 * warps * ctas, device), in_smem, cluster
+    limit = budget.register_limit(32 * warps * ring.ctas_per_sm, device)
+    resources = stages, warps, ring.ctas_per_sm, limit, ring.weight_in_smem, cluster
     in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
-    for cut in _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, cluster, limits.most_copies):
-        copies = cut.copy_chunks, short_lived, cut.tail, in_ring
-        plan = PipelinedPlan(rows, cut.chunk, cut.num_chunks, *resources, *copies)
+    for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, cluster):
+        if copies > limits.most_copies:
+            continue
+        plan = PipelinedPlan(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
         needed = budget.registers(plan, problem, device) if good else 0
-        if needed <= plan.max_registers and budget.fits_shared_memory(plan, problem, device):
+        if needed <= limit and budget.fits_shared_memory(plan, problem, device):
             return plan
-        if needed > limits.too_many * plan.max_registers:
+        if needed > limits.too_many * limit:
             return None
     return None
 
 
-def _held(family: Family, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
+def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
     """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
     chunk. Threads load at least 8 bytes at once. In a backward of several rows, each thread has 16 bytes of every row,
     so that one thread adds up each column."""
-    rows, warps, threads = family.rows_per_tile, family.num_warps, 32 * family.num_warps
+    rows, warps, threads = tile.rows_per_tile, tile.num_warps, 32 * tile.num_warps
     itemsize, forward = problem.x_dtype.itemsize, problem.is_forward
     if rows * problem.cols > budget.MAX_REGISTERS * threads:
         return None
-    owns = good and limits.value_of(limits.owns_columns, problem.quantities | {"rows": rows, "num_warps": warps})
+    owns = good and limits.value_of(limits.owns_columns, problem.quantities, {"rows": rows, "num_warps": warps})
     at_once = 16 // itemsize if problem.tma_aligned else limits.scattered_at_once
-    limit = budget.register_limit(threads * (1 if family.short_lived else family.ctas_per_sm), device)
+    limit = budget.register_limit(threads * (1 if tile.short_lived else tile.ctas_per_sm), device)
     found = [
         (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
         for chunk, num_chunks in chunkings(problem.cols, limits.min_chunk, limits.max_chunks)
         if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
     ]
     for *_, num_chunks, chunk in sorted(found):
-        tile = rows, chunk, num_chunks, warps
-        needed = budget.registers(MultiWavePlan(*tile, 1, 0, family.short_lived), problem, device)
+        shape = rows, chunk, num_chunks, warps
+        needed = budget.registers(MultiWavePlan(*shape, 1, 0, tile.short_lived), problem, device)
         room = min(device.registers_per_sm // needed, device.max_threads_per_sm) // threads
-        ctas = min(family.ctas_per_sm, room) if family.short_lived else family.ctas_per_sm
+        ctas = min(tile.ctas_per_sm, room) if tile.short_lived else tile.ctas_per_sm
         if needed <= budget.MAX_REGISTERS and 0 < ctas <= room:
-            return MultiWavePlan(*tile, ctas, budget.register_limit(threads * ctas, device), family.short_lived)
+            return MultiWavePlan(*shape, ctas, budget.register_limit(threads * ctas, device), tile.short_lived)
         if needed > limits.too_many * limit:
             return None
     return None
@@ -275,23 +233,21 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
     if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
     tensors, row_bytes = 2 - problem.is_forward, problem.cols * problem.x_dtype.itemsize
     shares = {(*each, rows): rows * row_bytes / (32 * each[1]) for each in limits.groups for rows in reversed(ROWS)}
+    shares = {shape: share for shape, share in shares.items() if share <= limits.most_bytes}
     for groups, warps, rows in sorted(shares, key=lambda shape: shares[shape] > limits.moderate_bytes):
-        if shares[groups, warps, rows] > limits.most_bytes:
-            continue
-        limit = budget.group_register_limit(groups, warps, device)
-        most_copies = limits.most_copies if good else limits.max_chunks
-        cuts = _cuts(problem.cols, limits.max_ring_chunks[problem.direction], rows, warps, 1, most_copies)
-        cuts = [cut for cut in cuts if not cut.tail]
-        few = [cut for cut in cuts if tensors * cut.copies <= limits.most_produced_copies[groups - 1]]
-        stages = (2,) if good and groups == 1 else (2 * groups, groups)
-        resources, of_groups = (0, warps, 1, limit), {"num_groups": groups, "cached": problem.is_forward}
+        most_copies = limits.most_produced_copies[groups - 1] // tensors
+        most_copies = min(most_copies, limits.most_copies if good else limits.max_chunks)
+        limit, of_groups = budget.group_register_limit(groups, warps, device), {"num_groups": groups}
+        of_groups |= {"cached": problem.is_forward}
         plans = [
-            WarpSpecializedPlan(rows, cut.chunk, cut.num_chunks, *resources, in_smem, 1, cut.copy_chunks, **of_groups)
-            for cut, in_smem in itertools.product(few, (False, True))
+            WarpSpecializedPlan(rows, *chunks, 0, warps, 1, limit, in_smem, 1, copy_chunks, **of_groups)
+            for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, 1)
+            for in_smem in (False, True)
+            if copies <= most_copies and not tail
         ]
         held = [plan for plan in plans if not good or budget.registers(plan, problem, device) <= limit]
-        for number, plan in itertools.product(stages, held):
-            if budget.fits_shared_memory(plan := replace(plan, num_stages=number), problem, device):
+        for stages, plan in itertools.product((2,) if good and groups == 1 else (2 * groups, groups), held):
+            if budget.fits_shared_memory(plan := replace(plan, num_stages=stages), problem, device):
                 return _deepened(plan, problem, device)
     return None
 
@@ -312,8 +268,8 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
     whole = 1 << max(4, (problem.cols - 1).bit_length())
-    chunk, known = min(limits.column_tile, whole), problem.quantities | vars(device)
-    shape = {name: limits.value_of(of, known) for name, of in limits.column_tiles.items()}
+    chunk, known = min(limits.column_tile, whole), (problem.quantities, vars(device))
+    shape = {name: limits.value_of(of, *known) for name, of in limits.column_tiles.items()}
     shape["row_pass_chunk"] = min(shape["row_pass_chunk"], whole)
     plan = ColumnTilePlan(limits.column_tile // chunk, chunk, **shape)
     room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)
@@ -342,7 +298,7 @@ def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
     are wide for eight CTAs have one of 16."""
     if device.arch not in CLUSTER_ARCHS:
         return (1,)
-    most = limits.value_of(limits.largest_cluster, problem.quantities | vars(device))
+    most = limits.value_of(limits.largest_cluster, problem.quantities, vars(device))
     return tuple(size for size in CLUSTERS if size <= most)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from . import limits, table
 from .budget import is_within_budget, shared_bytes
-from .candidates import Family, are_better_in_registers, candidates, cluster_sizes, column_tile_plan, faulty, plan_of
+from .candidates import are_better_in_registers, candidates, cluster_sizes, column_tile_plan, cut, faulty
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
@@ -116,7 +116,7 @@ def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, de
         return plan
     if plan.variant == "pipelined" and are_better_in_registers(problem, device):
         return None
-    if isinstance(plan, WarpSpecializedPlan) or not (plan := plan_of(Family.of(plan), problem, device)):
+    if isinstance(plan, WarpSpecializedPlan) or not (plan := cut(plan, problem, device)):
         return None
     rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)
     other = at(predicted(problem, device), rows)

@@ -38,23 +38,25 @@ def may_be_dependent(device: DeviceSpec) -> bool:
 
 def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
     """Whether a thread holds the next tile's statistics while it adds up the current tile; whether bfloat16 values
-    become float32 two at a time (rowmath.widen); and whether a tile is read once (budget.reads_once)."""
-    known = problem.quantities | of_plan(plan, problem.cols)
+    become float32 two at a time (rowmath.widen); and whether threads hold what dx takes of a tile instead of reading
+    the tile twice: in a backward with an activation, which they would compute twice, where 16-bit rows leave that many
+    instructions for each byte."""
+    known = problem.quantities, of_plan(plan, problem.cols)
     names = "prefetches_statistics", "widens_in_pairs", "reads_once"
-    return {name: limits.value_of(getattr(limits, name), known) for name in names}
+    return {name: limits.value_of(getattr(limits, name), *known) for name in names}
 
 
 def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
     """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. `divisor` is the largest
     power of two, up to 16, that divides the columns and all row strides."""
-    return limits.value_of(limits.row_pass_registers, problem.quantities | {"divisor": divisor})
+    return limits.value_of(limits.row_pass_registers, problem.quantities, {"divisor": divisor})
 
 
 def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
     """Those of a backward. The oldest Triton keeps to the registers that let all CTAs of an SM be resident; later
     releases may take more."""
     limit = register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
-    return limits.value_of(limits.column_pass_registers, problem.quantities | vars(device) | {"limit": limit})
+    return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 
 
 def copied_tile(cols: int) -> tuple[int, int]:

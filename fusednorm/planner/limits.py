@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
-BUILTINS = {"__builtins__": {"max": max, "min": min}}
 
 
+@functools.cache
 def read(name: str) -> Any:
     return json.loads((DATA / f"{name}.json").read_text())
 
@@ -22,9 +22,10 @@ def _compiled(expression: str) -> CodeType:
     return compile(expression, "data", "eval")
 
 
-def value_of(expression: str, known: dict[str, Any]) -> Any:
-    """Of a Python expression of this package's data, in which names stand for quantities."""
-    return eval(_compiled(expression), BUILTINS, known)
+def value_of(expression: str, known: dict[str, Any], more: dict[str, Any] | None = None) -> Any:
+    """Of a Python expression of this package's data, in which names stand for quantities: those of `more`, or else of
+    `known`, to which Python adds its builtins."""
+    return eval(_compiled(expression), known, more)
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +30,12 @@ import torch
 from ..host import gpus
 from ..host.fallback import BuildFailed
 from ..planner import choice, limits, table
-from ..planner.candidates import Family, candidates, to_survey
+from ..planner.candidates import are_better_in_registers, candidates, rings
 from ..planner.device import DeviceSpec, named
+from ..planner.legality import broken_rule
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import Plan, from_text, is_plan, text_of
+from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, is_plan, text_of
 from . import console
 from .explanation import DTYPES
 from .warm import Wanted, distinct_builds, program, start_workers, wait_for
@@ -121,6 +122,14 @@ def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS
 def plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
     plans = [plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device)]
     return tuple(itertools.islice(dict.fromkeys([*plans, *to_survey(problem, device)]), MOST_CANDIDATES))
+
+
+def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
+    """Rings of norms that activate a gate, which are no candidates: a table may have them, but the model, which does
+    not know what a gate takes, must not choose one. Parameters are in registers where these suffice."""
+    no_ring = broken_rule("pipelined", problem, 1, device) or are_better_in_registers(problem, device)
+    if problem.form.activates and problem.writes_rows and not no_ring:
+        yield from rings("gated ring", problem, device)
 
 
 # --- Measuring ---
@@ -240,7 +249,7 @@ def widths_of(
         problem = cell.task.wanted.problem
         key, at = table.Key.of(problem), {}
         for text, us in sorted(cell.times.items(), key=lambda item: -item[1]):
-            at[Family.of(from_text(text))] = us, from_text(text)
+            at[family_of(from_text(text))] = us, from_text(text)
         found[key][cell.task.cols].setdefault(cell.rows, {}).update(at)
         problems[key, cell.task.cols] = problem
 
@@ -257,7 +266,15 @@ def widths_of(
     }
 
 
+Family = Hashable  # what a plan does, apart from how it cuts a row
 Widths = dict[int, dict[int, dict[Family, tuple[float, Plan]]]]  # by columns, rows and family: us, and the plan
+
+
+def family_of(plan: Plan) -> Family:
+    if not isinstance(plan, (MultiWavePlan, PipelinedPlan)):
+        return plan.kernel
+    uncut = {"chunk": 0, "num_chunks": 0, "max_registers": 0, "copy_chunks": 1, "tail": False, "rows_in_ring": False}
+    return replace(plan, **{name: value for name, value in uncut.items() if name in vars(plan)})
 
 
 class Point(NamedTuple):

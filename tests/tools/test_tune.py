@@ -11,7 +11,6 @@ import torch
 from planning import make_problem
 
 from fusednorm.planner import table
-from fusednorm.planner.candidates import Family
 from fusednorm.planner.device import H200
 from fusednorm.planner.model import Coefficients, predict_us
 from fusednorm.planner.plan import text_of
@@ -62,9 +61,8 @@ def test_a_change_of_plan_must_gain_more_than_a_build_costs(gain, changes):
 @pytest.mark.parametrize(("own_us", "wanted"), [(5.4, 0), (9.0, 1)])
 def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowhere_else(own_us, wanted):
     tasks = [TASK._replace(cols=cols) for cols in (3968, 4032, 4096, 4160, 4224)]
-    plans = {
-        task: {Family.of(plan): text_of(plan) for plan in tune.plans_of(task.wanted.problem, H200)} for task in tasks
-    }
+    candidates = {task: tune.plans_of(task.wanted.problem, H200) for task in tasks}
+    plans = {task: {tune.family_of(plan): text_of(plan) for plan in each} for task, each in candidates.items()}
     first, second, *_ = (family for family in plans[TASK] if all(family in each for each in plans.values()))
     cells = []
     for task, rows in itertools.product(tasks, (528, 1024)):

@@ -10,8 +10,8 @@ from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED, Gated
 from simulator.host import simulated
 
 import fusednorm
-from fusednorm.planner.budget import reads_once
 from fusednorm.planner.choice import choose
+from fusednorm.planner.derived import of_ring
 from fusednorm.planner.plan import from_text
 
 IN_BOTH_WAYS = PIPELINED[:3]
@@ -61,7 +61,7 @@ def test_gates_come_by_the_ring_or_not_to_the_same_right_bits(gated):
 @pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
 def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
     gated, plan = Gated("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
-    assert reads_once(plan, gated.backward.problem)
+    assert of_ring(plan, gated.backward.problem)["reads_once"]
     gated.check_backward(outputs_of(gated.backward, 4, plan))
 
 
