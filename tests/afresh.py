@@ -1,5 +1,6 @@
 """Runs code as `python -c` does, in a process that has imported torch and nothing of this package: a fork of one that
-keeps waiting, because importing torch takes seconds."""
+keeps waiting, because importing torch takes seconds. CUDA refuses forks of a process that has used it, be it to count
+GPUs. Such a fork starts Python anew."""
 
 from __future__ import annotations
 
@@ -39,15 +40,20 @@ def _server(after: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT.anchor)
 
 
-def _serve(after: str) -> None:
+def _serve(after: str, only: str | None = None) -> None:
+    """only: the one line to serve, by this process itself."""
     sys.path.pop(0)  # the folder of this file
     importlib.import_module(after)
+    if only:
+        _run(*json.loads(only))
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
             child = os.fork()
             if not child:
                 os.dup2(out.fileno(), 1)
                 os.dup2(error.fileno(), 2)
+                if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
+                    os.execv(sys.executable, [sys.executable, "-E", __file__, after, line])
                 _run(*json.loads(line))
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             said = [(file.seek(0), file.read())[1] for file in (out, error)]

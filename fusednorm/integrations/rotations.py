@@ -29,7 +29,7 @@ from ..namespace import TORCH_OPS
 from ..operands import OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
-from .written import Written, is_cast_to, kind_of, other_factor, terms_of, value_of
+from .written import Written, is_cast_to, is_same, kind_of, other_factor, reads_any, terms_of, value_of
 
 REASON = "one launch for q, k and their rotations"
 
@@ -76,10 +76,12 @@ class Pair(NamedTuple):
         return max(each.y for each in self.both)
 
 
-def pairs_of(norms: Iterable[Written]) -> Iterator[Pair]:
-    """Those of q and k that the op takes."""
+def pairs_of(norms: Iterable[Written], written: set[int]) -> Iterator[Pair]:
+    """Those of q and k that the op takes. written: the memory that the graph writes in place."""
     before = None
     for each in filter(None, map(_find, norms)):
+        if reads_any(written, each.y, (*each.norm.inputs, each.cos, each.sin)):
+            continue
         orders = [order for order in each.orders if before and order in before.orders]
         if orders and _is_taken(pair := Pair(before, each, orders[0])):
             yield pair
@@ -175,7 +177,7 @@ def _is_taken(pair: Pair) -> bool:
     first, second = pair.both
     if (first.settings, first.norm.eps, first[4:6]) != (second.settings, second.norm.eps, second[4:6]):
         return False
-    if V.aot_compilation or not all(map(_is_same_call, first[2:4], second[2:4])):
+    if V.aot_compilation or not all(map(is_same, first[2:4], second[2:4])):
         return False
     if not all(pair.last < user for each in pair.both for user in each.y.users):
         return False
@@ -210,12 +212,6 @@ def _swap_of(ndim: int) -> tuple:
     """What swaps dims 1 and 2 of four, and of what broadcasts against such a tensor: a function, and its dims; no dims
     if there is nothing to swap."""
     return (torch.transpose, -3, -2) if ndim > 2 else (torch.unsqueeze, -2) if ndim == 2 else (None,)
-
-
-def _is_same_call(one: Node, other: Node) -> bool:
-    """Whether they are one node, or equal views of one."""
-    is_view = kind_of(one) in ("getitem", "unsqueeze")
-    return one is other or is_view and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
 
 
 def _only_user(node: Node | None) -> Node | None:

@@ -5,22 +5,24 @@
     x_hat = h * rsqrt((h * h).mean(-1, keepdim=True) + eps)
     y = x_hat.to(x.dtype) * weight                      with or without casts and weight; weight or offset + weight
 
-Only norms whose result needs a gradient are found.
+Only norms whose result needs a gradient are found. Any of these values may be computed again where it is used.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import SymFloat, SymInt, Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import routing
 from .folding import SIXTEEN_BITS
+from .paying import reached
 
 NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze")
 KINDS: dict[Any, str] = {
@@ -29,6 +31,8 @@ KINDS: dict[Any, str] = {
     **dict.fromkeys(("to", "float", "half", "bfloat16", "type", "type_as"), "cast"),
     operator.getitem: "getitem",
 }
+REPEATED = ("cast", "sub", "mean", "getitem", "unsqueeze")  # what models may compute again where they use it
+IN_PLACE = {name for name in dir(operator) if name[0] == "i" and hasattr(operator, name[1:])} | {"setitem"}
 BUILT_IN = {  # the norm, the default eps and the arguments
     torch.rms_norm: ("rms", None, "input", "normalized_shape", "weight", "eps"),
     F.layer_norm: ("layer", 1e-5, "input", "normalized_shape", "weight", "bias", "eps"),
@@ -45,6 +49,10 @@ class Written(NamedTuple):
     eps: float
     settings: dict[str, Any]  # of the op's form
     bias: Node | None = None
+
+    @property
+    def inputs(self) -> tuple[Node | None, ...]:
+        return self.x, self.weight, self.bias
 
 
 def find_built_in(node: Node) -> Written | None:
@@ -67,13 +75,13 @@ def find(rstd: Node) -> Written | None:
     if h is None or eps is None or not value_of(h).dtype.is_floating_point:
         return None
     difference = terms_of(h, "sub")
-    wide = difference[0] if difference and _mean(difference[1]) is difference[0] else h
+    wide = difference[0] if difference and is_same(_mean(difference[1]), difference[0]) else h
     x = _uncast(wide)
     (x_hat,) = rstd.users
     factor, norm = other_factor(rstd, x_hat), "rms" if wide is h else "layer"
     if value_of(wide).dtype not in (torch.float32, torch.float64):
         return None
-    if not (_is_same(factor, h) or (wide is h and factor is x)) or not _is_taken(x):
+    if not (is_same(factor, h) or (wide is h and factor is x)) or not _is_taken(x):
         return None
     return _rest(Written(norm, x, x_hat, None, eps, {}))
 
@@ -109,13 +117,31 @@ def _is_taken(x: Node) -> bool:
         and value.device.type in routing.DEVICE_TYPES
         and value.dtype in FLOAT_DTYPES
         and not isinstance(value.shape[-1], SymInt)
-        and not any(_writes(user) for user in x.users)
     )
 
 
-def _writes(user: Node) -> bool:
-    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-    return user.op.startswith("call") and (name.endswith("_") or (name.startswith("i") and name[1:] in NAMES))
+def memory_written_in(graph: Graph) -> set[int]:
+    """The memory that code of the graph writes in place."""
+    written = {_memory_of(each) for node in graph.nodes if _writes(node) for each in node.all_input_nodes[:1]}
+    return written - {None}
+
+
+def reads_any(memory: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
+    """Whether y is computed from its inputs through any of this memory. Where nothing of a graph is written, a tensor
+    is the same wherever it is read."""
+    behind = reached(y.all_input_nodes, lambda node: () if node in inputs else node.all_input_nodes)
+    return not memory.isdisjoint(map(_memory_of, behind))
+
+
+def _memory_of(node: Node) -> int | None:
+    value = value_of(node)
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.untyped_storage()._cdata if is_dense else None
+
+
+def _writes(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op.startswith("call") and (name.endswith("_") or name in IN_PLACE)
 
 
 def _weight(factor: Node) -> tuple[Node, float]:
@@ -127,9 +153,12 @@ def _weight(factor: Node) -> tuple[Node, float]:
     return _uncast(factor), 0.0
 
 
-def _is_same(node: Any, other: Node) -> bool:
-    """Whether they are one node, or the same difference."""
-    return node is other or (kind_of(other) == "sub" and terms_of(node, "sub") == terms_of(other, "sub"))
+def is_same(one: Any, other: Any) -> bool:
+    """Whether they are one node, or equal calls of the same, or equal arguments of such."""
+    if one is other or kind_of(one) not in REPEATED or not kind_of(other):
+        return one == other
+    is_alike = (one.target, one.kwargs, len(one.args)) == (other.target, other.kwargs, len(other.args))
+    return is_alike and all(map(is_same, one.args, other.args))
 
 
 def _is_row(node: Node, x: Tensor) -> bool:
@@ -186,7 +215,7 @@ def _mean(node: Any) -> Any:
 
 def _squared(node: Any) -> Node | None:
     factors = terms_of(node, "mul") or [None, node]
-    if factors[0] is factors[1]:
+    if is_same(*factors):
         return factors[0]
     if kind_of(node) == "square":
         return node.args[0]

@@ -118,6 +118,8 @@ def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert [each.stride() for each in got[:2]] == [each.stride() for each in want[:2]]
     assert joined(traced) == (1, 1)
+    told = sorted((entry.direction, entry.form, entry.taken, count) for entry, count in inductor.report().items())
+    assert told == [(way, "rotated", True, 1) for way in ("backward", "forward") for _ in "qk"], "each norm once"
     assert not any(calls(graph, name) for graph in (traced.forward, traced.backward) for name in LEFT_OVERS)
 
 
@@ -268,12 +270,19 @@ def unequal_parts(x, cos, sin):
     return torch.cat([turn(x[..., :16], cos[..., :16], sin[..., :16]), x[..., 15:-1]], dim=-1)
 
 
+def half_written_over(x, cos, sin):
+    a, b = x[..., : D // 2], x[..., D // 2 :]
+    turned = torch.cat((-b, a), dim=-1) * sin
+    a.mul_(2)
+    return x * cos + turned
+
+
 def trained(x, cos, sin):
     return turn(x, cos, sin)
 
 
 OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled]
-OTHERS += [of_another, used_elsewhere, unequal_parts, trained]
+OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)

@@ -79,7 +79,18 @@ def weight_of_16_bits_plus_1(x, weight):
     return (h * torch.rsqrt(mean_square(h) + EPS) * (weight + 1)).to(x.dtype)
 
 
-FOUND = (llama, gemma, t5, once, gemma3n, weightless, cohere, weight_of_16_bits_plus_1)
+def cast_again(x, weight):
+    h = x.to(FP32) * torch.rsqrt((x.to(FP32) * x.to(FP32)).mean(-1, keepdim=True) + EPS)
+    return weight * h.to(x.dtype)
+
+
+def centred_again(x, weight):
+    variance = (x.float() - x.float().mean(-1, keepdim=True)).square().mean(-1, keepdim=True)
+    h = (x.float() - x.float().mean(-1, keepdim=True)) * torch.rsqrt(variance + EPS)
+    return (weight * h).to(x.dtype)
+
+
+FOUND = (llama, gemma, t5, once, gemma3n, weightless, cohere, weight_of_16_bits_plus_1, cast_again, centred_again)
 
 
 def operands(dtype=BF16, weight_dtype=BF16):
@@ -104,7 +115,7 @@ def test_a_form_is_found_and_is_as_exact_as_it_was(function, dtypes):
     assert [each.dtype for each in got] == [each.dtype for each in stock]
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
         assert ours <= 1.05 * theirs + 1e-6
-    norm = "layer" if function is cohere else "rms"
+    norm = "layer" if function in (cohere, centred_again) else "rms"
     (node,) = calls(traced.backward, f"fusednorm.{norm}_norm_bwd_residual")
     assert node.kwargs.get("weight_offset", 0.0) == float(function in (gemma, weight_of_16_bits_plus_1))
     assert not [each for each in traced.forward.graph.nodes if "fusednorm" in str(each.target)]
@@ -150,7 +161,22 @@ def written_over(x, weight):
     return y + x
 
 
+def added_to(x, weight):
+    h = x.float()
+    mean = mean_square(h)
+    mean.view(-1).add_(1)
+    return (h * torch.rsqrt(mean + EPS) * weight).to(x.dtype)
+
+
+def set_in_part(x, weight):
+    h = x.float()
+    mean = mean_square(h)
+    mean[:, 0] = 1
+    return (h * torch.rsqrt(mean + EPS) * weight).to(x.dtype)
+
+
 NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
+NOT_FOUND += added_to, set_in_part
 
 
 @pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
