@@ -1,6 +1,6 @@
-"""Finds rotations (RoPE) of q and k behind their norms in Dynamo's graph, and makes one op of norms and rotations.
+"""Finds rotations (RoPE) of q and k beside their norms in Dynamo's graph, and makes one op of norms and rotations.
 
-    y * cos + cat([-b, a], -1) * sin        a, b the halves of y, which is a norm's result
+    y * cos + cat([-b, a], -1) * sin        a, b the halves of y, which is a norm's result; or that is a norm's x
     cat([that, rest], -1)                   where y is a norm's first columns and rest are the others
 
 The op, head_norm_fwd, has one launch for both norms and their rotations, and its backward has one, too. Inductor makes
@@ -29,18 +29,21 @@ from ..namespace import TORCH_OPS
 from ..operands import OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
+from .paying import reached
 from .written import Written, is_cast_to, is_same, kind_of, other_factor, reads_any, terms_of, value_of
 
 REASON = "one launch for q, k and their rotations"
 
 
 class Rotated(NamedTuple):
-    """A norm and the rotation behind it, to `y`."""
+    """A norm and the rotation behind it or before it, from `x` to `y`."""
 
     norm: Written
+    x: Node
     y: Node
     cos: Node
     sin: Node
+    norm_first: bool
     is_swapped: bool  # dims 1 and 2 of y are x's swapped
     tables_are_swapped: bool  # and those of the tables
     orders: tuple[bool, ...]  # whether y is contiguous with these dims swapped: both, if one of them has one element
@@ -48,7 +51,11 @@ class Rotated(NamedTuple):
     @property
     def settings(self) -> Settings:
         of_form = {name: each for name, each in self.norm.settings.items() if name in Settings._fields}
-        return Settings(layer=self.norm.norm == "layer", **of_form)
+        return Settings(layer=self.norm.norm == "layer", norm_first=self.norm_first, **of_form)
+
+    @property
+    def inputs(self) -> tuple[Node | None, ...]:
+        return self.x, self.norm.weight, self.norm.bias, self.cos, self.sin
 
 
 class Pair(NamedTuple):
@@ -80,7 +87,7 @@ def pairs_of(norms: Iterable[Written], written: set[int]) -> Iterator[Pair]:
     """Those of q and k that the op takes. written: the memory that the graph writes in place."""
     before = None
     for each in filter(None, map(_find, norms)):
-        if reads_any(written, each.y, (*each.norm.inputs, each.cos, each.sin)):
+        if reads_any(written, each.y, each.inputs):
             continue
         orders = [order for order in each.orders if before and order in before.orders]
         if orders and _is_taken(pair := Pair(before, each, orders[0])):
@@ -104,7 +111,7 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
         return call(function, node, *dims) if if_ and dims else node
 
     with graph.inserting_before(last):
-        inputs = [swap(made.get(each.norm.x, each.norm.x), pair.x_is_swapped) for each in pair.both]
+        inputs = [swap(made.get(each.x, each.x), pair.x_is_swapped) for each in pair.both]
         tables = [swap(each, pair.tables_are_swapped, value_of(each).dim()) for each in (first.cos, first.sin)]
         weights, biases = ([getattr(each.norm, name) for each in pair.both] for name in ("weight", "bias"))
         operands = inputs, weights, biases, *tables, first.norm.eps
@@ -120,19 +127,49 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
 
 
 def _find(norm: Written) -> Rotated | None:
-    """The rotation behind a norm."""
-    x = value_of(norm.x)
-    y, is_swapped = _behind_swaps(norm.y)
-    found = x.dim() == 4 and (_turned(y) or _turned_in_part(y))
-    if not found:
+    """The rotation beside a norm."""
+    if value_of(norm.x).dim() != 4:
         return None
+    y, is_swapped = _behind_swaps(norm.y)
+    found = _turned(y) or _turned_in_part(y)
+    if not found:
+        return _find_before(norm)
     y, cos, sin = found
     user = _only_user(y)
-    if is_cast_to(user, x):
+    if is_cast_to(user, value_of(norm.x)):
         y = user
     y, is_swapped_behind = _behind_swaps(y)
+    return _rotated(norm, norm.x, y, (cos, sin), True, is_swapped != is_swapped_behind, is_swapped_behind)
+
+
+def _find_before(norm: Written) -> Rotated | None:
+    """The rotation whose result is a norm's x, and nothing else's."""
+    inside = {*reached([norm.y], lambda node: () if node in norm.inputs else node.all_input_nodes)}
+    whole, is_swapped = _before_swaps(norm.x)
+    turned = whole.args[0] if kind_of(whole) == "cast" else whole
+    if not inside.issuperset(norm.x.users) or not (turned is norm.x or _only_user(turned)):
+        return None
+    y, is_swapped_behind = _behind_swaps(norm.y)
+    tables_are_swapped = is_swapped != is_swapped_behind
+    for start in {source for each in turned.all_input_nodes for source in each.all_input_nodes}:
+        found = getattr(value_of(start), "ndim", 0) == 4 and (_turned(start) or _turned_in_part(start))
+        if found and found[0] is turned and (whole is turned or is_cast_to(whole, value_of(start))):
+            x, is_swapped_before = _before_swaps(start)
+            return _rotated(norm, x, y, found[1:], False, is_swapped_before != tables_are_swapped, tables_are_swapped)
+    return None
+
+
+def _rotated(norm: Written, x: Node, y: Node, tables: tuple[Node, Node], *flags: bool) -> Rotated:
     orders = tuple(order for order in (False, True) if _swapped(value_of(y), order).is_contiguous())
-    return Rotated(norm, y, cos, sin, is_swapped != is_swapped_behind, is_swapped_behind, orders)
+    return Rotated(norm, x, y, *tables, *flags, orders)
+
+
+def _before_swaps(y: Node) -> tuple[Node, bool]:
+    """Of what y is swaps of dims 1 and 2, and whether these are swapped in y."""
+    is_swapped = False
+    while _is_swap(y):
+        y, is_swapped = y.args[0], not is_swapped
+    return y, is_swapped
 
 
 def _behind_swaps(y: Node) -> tuple[Node, bool]:
@@ -175,13 +212,14 @@ def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
 
 def _is_taken(pair: Pair) -> bool:
     first, second = pair.both
-    if (first.settings, first.norm.eps, first[4:6]) != (second.settings, second.norm.eps, second[4:6]):
+    alike = [(each.settings, each.norm.eps, each.is_swapped, each.tables_are_swapped) for each in pair.both]
+    if alike[0] != alike[1] or not is_same(first.cos, second.cos) or not is_same(first.sin, second.sin):
         return False
-    if V.aot_compilation or not all(map(is_same, first[2:4], second[2:4])):
+    if V.aot_compilation:
         return False
     if not all(pair.last < user for each in pair.both for user in each.y.users):
         return False
-    xs, weights, biases = ([value_of(getattr(each.norm, of)) for each in pair.both] for of in ("x", "weight", "bias"))
+    xs, weights, biases = ([value_of(each.inputs[at]) for each in pair.both] for at in range(3))
     inputs = [_swapped(x, pair.x_is_swapped) for x in xs]
     tables = [_swapped(value_of(each), pair.tables_are_swapped) for each in (first.cos, first.sin)]
     heads = Heads(inputs, weights, biases, *tables, first.norm.eps, first.settings)

@@ -60,7 +60,9 @@ def find_built_in(node: Node) -> Written | None:
     norm, eps, *names = BUILT_IN.get(node.target, (None, None))
     given = dict.fromkeys(names) | {"eps": eps} | dict(zip(names, node.args, strict=False)) | node.kwargs
     x = given.get("input")
-    if not norm or len(given["normalized_shape"]) != 1 or not _is_taken(x) or not value_of(node).requires_grad:
+    if not norm or not _is_taken(x) or not value_of(node).requires_grad:
+        return None
+    if isinstance(shape := given["normalized_shape"], Node) or len(shape) != 1:
         return None
     return Written(norm, x, node, given["weight"], given["eps"], {}, given.get("bias"))
 

@@ -87,6 +87,16 @@ def attention(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind", e
     return q, last(turn(behind(norm(before(k), of_k)), *tables[-1]).to(k.dtype))
 
 
+def rotated_first(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="before"):
+    """As Hunyuan's; `swaps` as above, beside the rotation."""
+    before, behind, last = (
+        lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("before", "behind", "last")
+    )
+    cos, sin = (table.unsqueeze(1 if swaps == "before" else 2) for table in (cos, sin))
+    q, k = (behind(turn(before(x), cos, sin).to(x.dtype)) for x in (q, k))
+    return last(norm(q, of_q)), last(norm(k, of_k))
+
+
 def operands(dtype=FP32, table_dtype=FP32, columns=D, batch=2, tokens=6, of_k=2):
     torch.manual_seed(0)
     q, k = (torch.randn(2, tokens, heads, D).to(dtype).requires_grad_() for heads in (4, of_k))
@@ -123,14 +133,29 @@ def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
     assert not any(calls(graph, name) for graph in (traced.forward, traced.backward) for name in LEFT_OVERS)
 
 
+@pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
+@pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
+def test_a_rotation_may_come_before_the_norm(norm, swaps):
+    model, given = functools.partial(rotated_first, norm=norm, swaps=swaps), operands()
+    traced = trace(model, rotary=True)
+    got, want = results(traced, given), results(model, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert [each.stride() for each in got[:2]] == [each.stride() for each in want[:2]]
+    assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.rsqrt")
+    (op,) = calls(traced.forward, "fusednorm.head_norm_fwd")
+    assert op.kwargs["norm_first"] is False
+
+
 LEFT_OVERS = "aten.rsqrt", "aten.cat", "aten.mul.Tensor", "fusednorm.rms_norm_bwd", "fusednorm.layer_norm_bwd"
 
 
 CASES = [{"table_dtype": BF16}, {"batch": 1}, {"columns": 16}, {"columns": 16, "batch": 1, "table_dtype": BF16}]
 
 
+@pytest.mark.parametrize("attention", [attention, rotated_first], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_bfloat16_is_as_exact_as_it_was(case):
+def test_bfloat16_is_as_exact_as_it_was(case, attention):
     model = functools.partial(attention, turn=turn_in_part if case.get("columns") else turn)
     given = operands(BF16, **case)
     traced = trace(model, rotary=True)
@@ -199,6 +224,19 @@ def test_one_graph_serves_any_number_of_tokens():
         for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
+
+
+def test_a_norm_over_a_width_that_varies_stays_as_it_is():
+    def model(q, k, of_q, of_k, cos, sin):
+        q, k = (F.rms_norm(x, x.shape[-1:], weight, EPS) for x, weight in ((q, of_q), (k, of_k)))
+        return [turn(x, cos.unsqueeze(2), sin.unsqueeze(2)) for x in (q, k)]
+
+    traced, given = trace(model, rotary=True), operands()
+    for each in given:
+        torch._dynamo.mark_dynamic(each, each.dim() - 1)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (0, 0)
 
 
 def test_slices_of_one_projection_are_read_in_place():
@@ -311,7 +349,15 @@ def k_of_q(q, k, of_q, of_k, cos, sin):
     return q, turn(rms(k * q.mean(), of_k), *tables)
 
 
-@pytest.mark.parametrize("model", [tables_of_k, norm_of_k, k_of_q], ids=lambda model: model.__name__)
+def turned_is_a_result(q, k, of_q, of_k, cos, sin):
+    q, k = (turn(x, cos.unsqueeze(2), sin.unsqueeze(2)) for x in (q, k))
+    return rms(q, of_q) + q, rms(k, of_k) + k
+
+
+APART = [tables_of_k, norm_of_k, k_of_q, turned_is_a_result]
+
+
+@pytest.mark.parametrize("model", APART, ids=lambda model: model.__name__)
 def test_unlike_ones_stay_apart(model):
     traced, given = trace(model, rotary=True), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
