@@ -23,7 +23,7 @@ from . import rotations, routing
 from .folding import LeftToInductor
 from .rotations import Pair
 from .routing import MARK
-from .written import BUILT_IN, Written, find, find_built_in, kind_of, memory_written_in, reads_any, value_of
+from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
 Result = TypeVar("Result")
 
@@ -57,8 +57,8 @@ def make_ops(model: Any, left: Container[str] = (), rotary: bool = False) -> dic
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
             found = [norm for node in nodes if kind_of(node) in ("rsqrt", "pow") and (norm := find(node))]
             found = [norm for norm in found if not reads_any(written, norm.y, norm.inputs)]
-            built_in = [norm for node in nodes if rotary and (norm := find_built_in(node))]
-            norms = sorted([*found, *built_in], key=lambda norm: norm.y)
+            called = [norm for node in nodes if rotary and (norm := find_called(node))]
+            norms = sorted([*found, *called], key=lambda norm: norm.y)
             pairs = [*rotations.pairs_of(norms, written)] if rotary else []
             rotated = {of.norm.y for pair in pairs for of in pair.both}
             marked = [
@@ -106,7 +106,7 @@ def _make_ops(model: GraphModule, marked: list[tuple[str, Written]], pairs: list
 
 def _erase(node: Node) -> None:
     """The node, if nothing uses it, and what is then without use. Other code may be there for its side effects."""
-    if not node.users and (kind_of(node) or node.target in BUILT_IN):
+    if not node.users and (kind_of(node) or node.target in BUILT_IN | OURS):
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
         for each in inputs:

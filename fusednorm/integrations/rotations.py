@@ -30,7 +30,17 @@ from ..operands import OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
 from .paying import reached
-from .written import Written, is_cast_to, is_same, kind_of, other_factor, reads_any, terms_of, value_of
+from .written import (
+    Written,
+    is_cast_to,
+    is_same,
+    kind_of,
+    only_user,
+    other_factor,
+    reads_any,
+    terms_of,
+    value_of,
+)
 
 REASON = "one launch for q, k and their rotations"
 
@@ -135,7 +145,7 @@ def _find(norm: Written) -> Rotated | None:
     if not found:
         return _find_before(norm)
     y, cos, sin = found
-    user = _only_user(y)
+    user = only_user(y)
     if is_cast_to(user, value_of(norm.x)):
         y = user
     y, is_swapped_behind = _behind_swaps(y)
@@ -147,7 +157,7 @@ def _find_before(norm: Written) -> Rotated | None:
     inside = {*reached([norm.y], lambda node: () if node in norm.inputs else node.all_input_nodes)}
     whole, is_swapped = _before_swaps(norm.x)
     turned = whole.args[0] if kind_of(whole) == "cast" else whole
-    if not inside.issuperset(norm.x.users) or not (turned is norm.x or _only_user(turned)):
+    if not inside.issuperset(norm.x.users) or not (turned is norm.x or only_user(turned)):
         return None
     y, is_swapped_behind = _behind_swaps(norm.y)
     tables_are_swapped = is_swapped != is_swapped_behind
@@ -175,7 +185,7 @@ def _before_swaps(y: Node) -> tuple[Node, bool]:
 def _behind_swaps(y: Node) -> tuple[Node, bool]:
     """What swaps of dims 1 and 2 make of y, and whether these are swapped then."""
     is_swapped = False
-    while _is_swap(user := _only_user(y)):
+    while _is_swap(user := only_user(y)):
         y, is_swapped = user, not is_swapped
     return y, is_swapped
 
@@ -184,14 +194,14 @@ def _turned(y: Node) -> tuple[Node, Node, Node] | None:
     """The rotation of all columns: (result, cos, sin)."""
     cols, parts = value_of(y).shape[-1], _parts(y)
     first, second, product = parts.get((0, cols // 2)), parts.get((cols // 2, cols)), parts.get(None)
-    negative = _only_user(second)
-    turned = _only_user(negative)
+    negative = only_user(second)
+    turned = only_user(negative)
     if len(parts) != 3 or kind_of(negative) != "neg" or not _joins(turned, negative, first):
         return None
-    turned_product, result = _only_user(turned), _only_user(product)
+    turned_product, result = only_user(turned), only_user(product)
     tables = other_factor(y, product), other_factor(turned, turned_product)
     summands = terms_of(result, "add") or ()
-    is_sum = {*summands} == {product, turned_product} and _only_user(turned_product) is result
+    is_sum = {*summands} == {product, turned_product} and only_user(turned_product) is result
     return (result, *tables) if is_sum and all(isinstance(each, Node) for each in tables) else None
 
 
@@ -206,8 +216,8 @@ def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
         return None
     turned, *tables = found
     rest = parts[after, stop]
-    result = _only_user(rest)
-    return (result, *tables) if result is _only_user(turned) and _joins(result, turned, rest) else None
+    result = only_user(rest)
+    return (result, *tables) if result is only_user(turned) and _joins(result, turned, rest) else None
 
 
 def _is_taken(pair: Pair) -> bool:
@@ -250,10 +260,6 @@ def _swap_of(ndim: int) -> tuple:
     """What swaps dims 1 and 2 of four, and of what broadcasts against such a tensor: a function, and its dims; no dims
     if there is nothing to swap."""
     return (torch.transpose, -3, -2) if ndim > 2 else (torch.unsqueeze, -2) if ndim == 2 else (None,)
-
-
-def _only_user(node: Node | None) -> Node | None:
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
 def _is_swap(node: Node | None) -> bool:

@@ -19,6 +19,7 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
+from ..namespace import TORCH_OPS
 from ..planner.norm_problem import FLOAT_DTYPES
 from . import routing
 from .folding import SIXTEEN_BITS
@@ -33,10 +34,11 @@ KINDS: dict[Any, str] = {
 }
 REPEATED = ("cast", "sub", "mean", "getitem", "unsqueeze")  # what models may compute again where they use it
 IN_PLACE = {name for name in dir(operator) if name[0] == "i" and hasattr(operator, name[1:])} | {"setitem"}
-BUILT_IN = {  # the norm, the default eps and the arguments
-    torch.rms_norm: ("rms", None, "input", "normalized_shape", "weight", "eps"),
-    F.layer_norm: ("layer", 1e-5, "input", "normalized_shape", "weight", "bias", "eps"),
+BUILT_IN = {  # the norm, the default eps and the arguments, whose first one torch calls input
+    torch.rms_norm: ("rms", None, "x", "normalized_shape", "weight", "eps"),
+    F.layer_norm: ("layer", 1e-5, "x", "normalized_shape", "weight", "bias", "eps"),
 }
+OURS = {getattr(TORCH_OPS, f"{norm}_norm_fwd_affine").default: norm for norm in ("rms", "layer")}
 
 
 class Written(NamedTuple):
@@ -55,16 +57,25 @@ class Written(NamedTuple):
         return self.x, self.weight, self.bias
 
 
-def find_built_in(node: Node) -> Written | None:
-    """The norm of torch that a node calls, over the last dim."""
-    norm, eps, *names = BUILT_IN.get(node.target, (None, None))
-    given = dict.fromkeys(names) | {"eps": eps} | dict(zip(names, node.args, strict=False)) | node.kwargs
-    x = given.get("input")
-    if not norm or not _is_taken(x) or not value_of(node).requires_grad:
+def find_called(node: Node) -> Written | None:
+    """The norm over the last dim that a node calls: torch's, or what patch_model has put in place of one by hand."""
+    if node.target in BUILT_IN:
+        norm, eps, *names = BUILT_IN[node.target]
+        given = dict.fromkeys(names) | {"eps": eps} | dict(zip(names, node.args, strict=False)) | node.kwargs
+        given = {"x": given.pop("input", given["x"])} | given
+        y, settings = node, {}
+    elif node.target in OURS:
+        norm, y = OURS[node.target], only_user(node)
+        given = routing.named_arguments(node.target, node.args, node.kwargs)
+        if kind_of(y) != "getitem" or y.args[1] != 0:
+            return None
+        settings = {name: given[name] for name in ("weight_offset", "rounds_x_hat")}
+    else:
         return None
-    if isinstance(shape := given["normalized_shape"], Node) or len(shape) != 1:
+    x, shape = given["x"], given["normalized_shape"]
+    if not _is_taken(x) or not value_of(y).requires_grad or isinstance(shape, Node) or len(shape) != 1:
         return None
-    return Written(norm, x, node, given["weight"], given["eps"], {}, given.get("bias"))
+    return Written(norm, x, y, given["weight"], given["eps"], settings, given.get("bias"))
 
 
 def find(rstd: Node) -> Written | None:
@@ -174,6 +185,10 @@ def kind_of(node: Any) -> str | None:
 
 def value_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def only_user(node: Node | None) -> Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
 def is_cast_to(node: Any, like: Tensor) -> bool:
