@@ -8,9 +8,10 @@ behind the constants, "Evidence behind constants".
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from . import limits
 from .device import DeviceSpec
@@ -28,7 +29,7 @@ class Plan:
     kernel: ClassVar[str]
     cluster = 1  # CTAs that share a row
     num_groups = 1  # compute groups of a CTA, which sum dw and db each for itself
-    short_lived = cached = False
+    short_lived = cached = rows_in_ring = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ class RingPlan(Plan):
     # tile, and other CTAs on the SM overlap its copy.
     short_lived: bool = False
     tail: bool = False
-    rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
 
     def box_columns(self, cols: int) -> int:
         """Columns on the innermost side of a TMA box. They divide a row, as the box must, and a chunk."""
@@ -146,6 +146,7 @@ class PipelinedPlan(RingPlan):
     """A ring that the computing warps fill."""
 
     variant = kernel = "pipelined"
+    rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
 
 
 @dataclass(frozen=True)
@@ -171,15 +172,15 @@ class ReferencePlan(Plan):
     reason: str
 
 
-TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, WarpSpecializedPlan, ReferencePlan
+TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, WarpSpecializedPlan  # of this package's kernels
 VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
-OF_FORMS = ("rows_in_ring",)  # fields that only plans of forms with row tensors set
 
 
 def text_of(plan: Plan) -> str:
-    """A plan in short: its type, and the values of its fields in their order, without False of fields of forms."""
-    values = [int(value) for name, value in vars(plan).items() if value or name not in OF_FORMS]
+    """A plan in short: its type, and the values of its fields in their order. Most plans have no rows_in_ring, and none
+    is left out."""
+    values = [int(value) for name, value in vars(plan).items() if value or name != "rows_in_ring"]
     return f"{type(plan).__name__.removesuffix('Plan')}({','.join(map(str, values))})"
 
 
@@ -187,21 +188,14 @@ def text_of(plan: Plan) -> str:
 def from_text(text: str) -> Plan:
     """The plan of a text by text_of. Raises ValueError if there is none."""
     name, _, values = text.removesuffix(")").partition("(")
-    numbers = [int(value) for value in values.split(",") if value]
-    kind = next((kind for kind in TYPES if kind.__name__ == f"{name}Plan"), ReferencePlan)
-    for known in (fields(kind), [field for field in fields(kind) if field.name not in OF_FORMS]):
-        if kind is not ReferencePlan and len(known) == len(numbers):
-            pairs = zip(known, numbers, strict=True)
-            return kind(**{field.name: bool(n) if field.type == "bool" else n for field, n in pairs})
+    for kind in TYPES:
+        if kind.__name__ == f"{name}Plan":
+            # What the text lacks is 0: rows_in_ring, or else the plan has another text.
+            pairs = zip(fields(kind), map(int, itertools.chain(values.split(","), itertools.repeat(0))), strict=False)
+            plan = kind(**{field.name: bool(number) if field.type == "bool" else number for field, number in pairs})
+            if text_of(plan) == text:
+                return plan
     raise ValueError(f"{text} is no plan")
-
-
-def is_plan(text: Any) -> bool:
-    """Whether it is a text by text_of, and not one by another release."""
-    try:
-        return isinstance(from_text(text), Plan)
-    except (ValueError, TypeError, AttributeError):
-        return False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from . import limits
 from .device import DeviceSpec
 from .model import Coefficients
 from .norm_problem import NormProblem
-from .plan import is_plan
+from .plan import from_text
 
 FORMAT = 3
 
@@ -65,63 +66,53 @@ class Table:
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
     skipped: int = 0  # lines of the file that this release cannot read
 
-    def lines_of(self, key: Key) -> dict[int, str]:
-        """{columns: line} of a key, or if it has none of that with the nearest traffic. A backward without dx, which
-        writes no large tensor, is unlike all others."""
-
-        def distance(other: Key) -> int:
-            return sum(abs(a - b) for a, b in zip(key.traffic, other.traffic, strict=True))
-
-        if key not in self.lines and key.traffic[1]:
-            alike = (each for each in self.lines if each._replace(traffic=key.traffic) == key)
-            key = min(alike, key=distance, default=key)
-        return self.lines.get(key, {})
-
-    def knows_parameters(self, problem: NormProblem) -> bool:
-        """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
-        key = Key.of(problem)
-        return key.parameters > 0 and _near(self.lines.get(key, {}), problem.cols) is not None
-
     def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
         """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. Those with
         parameters like x, if the table does not know the problem's."""
         key = Key.of(problem)
-        known = self.lines[key] if self.knows_parameters(problem) else self.lines_of(key._replace(parameters=0))
-        line = _near(known, problem.cols)
-        cols, plans = (0, ()) if line is None else json.loads(line)
+        line = self._line(key if self.knows_parameters(problem) else self._like(key), problem.cols)
+        cols, plans = json.loads(line or "[0, []]")
         return cols, tuple((math.inf if most is None else most, text) for most, text in plans)
 
+    def knows_parameters(self, problem: NormProblem) -> bool:
+        """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
+        key = Key.of(problem)
+        return key.parameters > 0 and self._line(key, problem.cols) is not None
 
-def _near(lines: dict[int, str], cols: int) -> str | None:
-    nearest = min(lines, key=lambda each: abs(math.log2(each / cols)), default=math.inf)
-    return lines[nearest] if abs(math.log2(nearest / cols)) <= limits.most_distance else None
+    def _like(self, key: Key) -> Key:
+        """That of parameters like x, or if the table has none such, that with the nearest traffic. A backward without
+        dx, which writes no large tensor, is unlike all others."""
+        key = key._replace(parameters=0)
+        alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
+        return min(alike, key=lambda each: sum(map(abs, map(sub, each.traffic, key.traffic))), default=key)
+
+    def _line(self, key: Key, cols: int) -> str | None:
+        """That of the nearest width. None if all are far."""
+        far = {width: abs(math.log2(width / cols)) for width in self.lines.get(key, ())}
+        nearest = min(far, key=far.__getitem__, default=None)
+        return self.lines[key][nearest] if nearest and far[nearest] <= limits.most_distance else None
 
 
-class Unreadable(Exception):  # noqa: N818  a reason, not a fault of the caller
-    """str() says in one sentence why a file is no table."""
-
-
-def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table:
-    """The table of a file, without widths whose lines are not known. Raises Unreadable."""
+def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table | str:
+    """The table of a file, without widths whose lines are not known; or why it is none, in one sentence."""
     try:
         first, *rest = path.read_text().splitlines()
-        head = json.loads(first)
-        if head["format"] != FORMAT:
-            raise Unreadable(f"{path} has format {head['format']}, and this release reads format {FORMAT}")
+        head, widths, skipped = json.loads(first), None, 0
+        if (form := head.pop("format")) != FORMAT:
+            return f"{path} has format {form}, and this release reads format {FORMAT}"
         lines: dict[Key, dict[int, str]] = {}
-        skipped = 0
         for line in rest:
             if line.startswith("{"):
-                key = json.loads(line)
-                key = Key(**key | {"itemsizes": tuple(key["itemsizes"]), "traffic": tuple(key["traffic"])})
+                known = json.loads(line).items()
+                key = Key(**{name: tuple(value) if isinstance(value, list) else value for name, value in known})
+                widths = lines.setdefault(key, {})
             elif is_known(line):
-                lines.setdefault(key, {})[int(line[1 : line.index(",")])] = line
+                widths[int(line[1 : line.index(",")])] = line
             else:
                 skipped += 1
-        names = ("gpu", "arch", "triton", "date")
-        return Table(*(head[name] for name in names), Coefficients(**head["coefficients"]), lines, skipped)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UnboundLocalError) as error:
-        raise Unreadable(f"{path} is no table of plans: {type(error).__name__}: {error}") from error
+        return Table(**head | {"coefficients": Coefficients(**head["coefficients"])}, lines=lines, skipped=skipped)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path} is no table of plans: {type(error).__name__}: {error}"
 
 
 @functools.cache
@@ -142,19 +133,16 @@ def of_user(gpu: str) -> Table | str | None:
     path = user_file(gpu)
     if not path.exists():
         return None
-    try:
-        table = read(path, _is_known)
-    except Unreadable as why:
-        return str(why)
-    return table if table.gpu == gpu else f"{path} was measured on {table.gpu}"
+    table = read(path, _is_known)
+    return table if isinstance(table, str) or table.gpu == gpu else f"{path} was measured on {table.gpu}"
 
 
 def _is_known(line: str) -> bool:
     """Whether the line of a width has plans of this release alone."""
     try:
         _, plans = json.loads(line)
-        return bool(plans) and plans[-1][0] is None and all(is_plan(text) for _, text in plans)
-    except (ValueError, TypeError, IndexError, KeyError):
+        return plans[-1][0] is None and all(from_text(text) for _, text in plans)
+    except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return False
 
 

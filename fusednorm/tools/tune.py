@@ -35,7 +35,7 @@ from ..planner.device import DeviceSpec, named
 from ..planner.legality import broken_rule
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, is_plan, text_of
+from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, text_of
 from . import console
 from .explanation import DTYPES
 from .warm import Wanted, distinct_builds, program, start_workers, wait_for
@@ -98,6 +98,13 @@ class Cell(NamedTuple):
             return cls(task, record["rows"], times, record["new"])
         times = {text: us for text, us in dict(record["plans"]).items() if is_plan(text)}
         return cls(task, record["rows"], times, record["own"], tuple(record.get("refused", ())))
+
+
+def is_plan(text: str) -> bool:
+    """Whether it is a text by text_of, and not one by another release."""
+    with contextlib.suppress(ValueError):
+        return from_text(text) is not None
+    return False
 
 
 def dense() -> Iterator[Task]:

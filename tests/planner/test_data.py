@@ -12,8 +12,8 @@ from fusednorm.planner.budget import of_plan
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
-RING = PipelinedPlan(1, 1024, 4, 2, 4, 1, 255, False)
-PLANS = MultiWavePlan(1, 1024, 4, 4, 1, 255), RING, WarpSpecializedPlan(*vars(RING).values())
+RING = 1, 1024, 4, 2, 4, 1, 255, False
+PLANS = MultiWavePlan(1, 1024, 4, 4, 1, 255), PipelinedPlan(*RING), WarpSpecializedPlan(*RING)
 # What a rule knows beside problem, device and plan.
 BESIDE = {"folds", "kind", "divisor", "limit", "padding", "ends_within_a_chunk", "max", "min"}
 
