@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -69,33 +69,24 @@ def frames(kind: str, problem: NormProblem) -> list[Frame]:
 def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
     """The plans of a variant that may be the fastest. Each can run, with registers and shared memory to spare. Empty if
     the variant has none."""
+    found: Iterable[Plan | None] = ()
     if broken_rule(variant, problem, 1, device) or variant == "reference":
         return ()
-    # Without dx no row sum is needed, only a reduction over rows. Column tiles have no sums by sample.
-    if not problem.writes_rows and not problem.by_sample:
-        plan = column_tile_plan(problem, device) if variant == "multi_wave" else column_ring_plan(problem, device)
-        return (plan,) if plan else ()
-    if variant == "warp_specialized":
-        plan = _warp_specialized(problem, device)
-        return (plan,) if plan else ()
-    if variant == "pipelined":
-        if are_better_in_registers(problem, device):
-            return ()
-        plans = tuple(rings("ring", problem, device))
-        if plans or any(plan.kernel == "multi_wave" for plan in candidates("multi_wave", problem, device)):
-            return plans
-        # Registers do not hold a row, and no ring has three stages: two stages still read it once.
-        return tuple(rings("ring", problem, device, stages=2))
-    # Rows that no other frame holds: any tile that registers hold reads its row once, which column tiles do not.
-    for kind, good in (("registers", True), ("any", False)):
-        tiles = (
-            MultiWavePlan(rows, 0, 0, frame.num_warps, frame.ctas_per_sm, 0, frame.short_lived)
-            for frame in frames(kind, problem)
-            for rows in _tiles(frame, 1, problem)
-        )
-        if plans := tuple(plan for each in tiles if (plan := cut(each, problem, device, good))):
-            return plans
-    return () if problem.by_sample else (column_tile_plan(problem, device),)
+    if not problem.writes_rows and not problem.by_sample:  # no row sum is needed, only a reduction over rows
+        found = [column_tile_plan(problem, device) if variant == "multi_wave" else column_ring_plan(problem, device)]
+    elif variant == "warp_specialized":
+        found = [_warp_specialized(problem, device)]
+    elif variant == "multi_wave":
+        found = _in_registers("registers", problem, device)
+        # Any tile that registers hold reads its row once, which column tiles do not. These have no sums by sample.
+        found = found or _in_registers("any", problem, device, good=False)
+        found = found or [None if problem.by_sample else column_tile_plan(problem, device)]
+    elif not are_better_in_registers(problem, device):
+        found = list(rings("ring", problem, device))
+        if not found and all(plan.kernel != "multi_wave" for plan in candidates("multi_wave", problem, device)):
+            # Registers do not hold a row, and no ring has three stages: two stages still read it once.
+            found = rings("ring", problem, device, stages=2)
+    return tuple(plan for plan in found if plan)
 
 
 def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
@@ -111,9 +102,10 @@ def rings(kind: str, problem: NormProblem, device: DeviceSpec, stages: int | Non
     """Those of the frames of a kind that fit, with other stages if they are named. A weight that does not fit at its
     place, in shared memory or in registers, is at the other one."""
     for ring in _uncut_rings(kind, problem, device):
-        places = ring.weight_in_smem, not ring.weight_in_smem
-        uncut = (replace(ring, weight_in_smem=place, num_stages=stages or ring.num_stages) for place in places)
-        yield from itertools.islice(filter(None, (cut(each, problem, device) for each in uncut)), 1)
+        ring = replace(ring, num_stages=stages) if stages else ring
+        other = replace(ring, weight_in_smem=not ring.weight_in_smem)
+        if plan := cut(ring, problem, device) or cut(other, problem, device):
+            yield plan
 
 
 def _uncut_rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[PipelinedPlan]:
@@ -121,22 +113,31 @@ def _uncut_rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterato
     are deep. Those of backwards by sample are, unless CTAs share a row. A short row has no cluster unless its frame has
     no other. The weight is in shared memory if a thread has many columns, unless a forward's tile is one row; otherwise
     in registers, as wide rows that a forward holds are, and what gated rings hold."""
+    in_registers = kind != "ring" or problem.quantities["holds_wide"]
     for frame, cluster in itertools.product(frames(kind, problem), cluster_sizes(problem, device)):
-        fits = frame.least_cluster <= cluster <= frame.most_cluster
+        warps, threads = frame.num_warps, 32 * frame.num_warps * cluster
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
-        if not fits or (cluster > 1 and not wide):
+        if not frame.least_cluster <= cluster <= frame.most_cluster or (cluster > 1 and not wide):
             continue
-        warps, few = frame.num_warps, limits.most_columns_of_two_stages * 32 * cluster
+        deep = frame.deep or (problem.by_sample > 0 and cluster == 1 and not problem.rows_in)
         for rows in _tiles(frame, cluster, problem):
-            deep = frame.deep or (problem.by_sample > 0 and cluster == 1 and not problem.rows_in)
-            short = rows == 1 and problem.cols <= few * warps
+            short = rows == 1 and problem.cols <= limits.most_columns_of_two_stages * threads
             stages = frame.stages if short or deep else min(2, frame.stages)
-            columns = (rows if cluster == 1 else 1) * problem.cols / (32 * warps * cluster)
-            in_smem = columns > limits.most_columns_with_weight[problem.direction] and kind == "ring"
-            in_smem &= not (rows == 1 and problem.is_forward and problem.norm == "layer")
-            in_smem &= not problem.quantities["holds_wide"]
-            shape = rows, 0, 0, stages, warps, frame.ctas_per_sm, 0
-            yield PipelinedPlan(*shape, in_smem, cluster, short_lived=frame.short_lived)
+            columns = (rows if cluster == 1 else 1) * problem.cols / threads
+            one_row = rows == 1 and problem.is_forward and problem.norm == "layer"
+            many = columns > limits.most_columns_with_weight[problem.direction] and not one_row
+            in_smem = many and not in_registers
+            shape = rows, 0, 0, stages, warps, frame.ctas_per_sm, 0, in_smem, cluster
+            yield PipelinedPlan(*shape, short_lived=frame.short_lived)
+
+
+def _in_registers(kind: str, problem: NormProblem, device: DeviceSpec, good: bool = True) -> list[Plan]:
+    uncut = (
+        MultiWavePlan(rows, 0, 0, frame.num_warps, frame.ctas_per_sm, 0, frame.short_lived)
+        for frame in frames(kind, problem)
+        for rows in _tiles(frame, 1, problem)
+    )
+    return [plan for tile in uncut if (plan := cut(tile, problem, device, good))]
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
@@ -157,7 +158,9 @@ def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True)
     rows need not own columns."""
     if isinstance(plan, PipelinedPlan):
         return _in_chunks(plan, problem, device, good)
-    return _held(plan, problem, device, good) if isinstance(plan, MultiWavePlan) else column_tile_plan(problem, device)
+    if isinstance(plan, MultiWavePlan):
+        return _held(plan, problem, device, good)
+    return column_tile_plan(problem, device) if isinstance(plan, ColumnTilePlan) else None
 
 
 @functools.lru_cache(maxsize=1024)
