@@ -8,13 +8,12 @@ from dataclasses import replace
 from unittest import mock
 
 from fusednorm.host import gpus
-from fusednorm.planner import device
 from fusednorm.planner.device import DeviceSpec
 
 
 def named(name: str, sms: int | None = None) -> DeviceSpec:
     """A device by its name; with `sms` SMs instead of its own number if given."""
-    spec = device.named(name)
+    spec = gpus.named(name)
     return replace(spec, sm_count=sms) if sms else spec
 
 

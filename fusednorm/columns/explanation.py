@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
-from ..planner import canonical
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
 from ..settings import invariance
@@ -83,7 +82,7 @@ def explain_column_sum(
     spec = device or gpus.spec_of(inputs[0].device)
     ordered, of_block = invariance.switch.invariance(), rows
     if ordered > 0:
-        spec, of_block = canonical.of_architecture(spec), min(rows, ordered)
+        spec, of_block = spec.of_architecture(), min(rows, ordered)
     if of_block < rows:
         notes += (f"runs for {-(-rows // of_block)} blocks of up to {of_block} rows in turn: ordered_sums",)
     choice, fault = choose(problem, of_block, spec), ring_fault(problem, of_block, spec)

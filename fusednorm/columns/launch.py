@@ -20,7 +20,6 @@ from ..host.program import Address, Number, OnTensors, Output, Part, Program, Wo
 from ..host.tiles import tile_map
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
-from ..planner import canonical
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..problem.rows import RowView
@@ -41,7 +40,7 @@ def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor
         return _run(call, tensors, choice)
     spec = gpus.spec_of(tensors[0].device)
     if invariance.switch.invariance() > 0:
-        spec = canonical.of_architecture(spec)  # the number of splits follows from the number of SMs
+        spec = spec.of_architecture()  # the number of splits follows from the number of SMs
     for kernel in (None, "portable"):
         choice = column_plan.choose(problem, call.rows, spec, kernel)
         if not isinstance(choice.plan, ReferencePlan) and not fallback.has_failed(choice.plan, problem, spec):

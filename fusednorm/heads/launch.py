@@ -22,7 +22,7 @@ from ..kernels import finalizer, narrow
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..operands import Operands, Outputs
-from ..planner import canonical, limits
+from ..planner import limits
 from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
@@ -78,7 +78,7 @@ def program_of(operands: Operands, planned: Planned, spec: DeviceSpec) -> Progra
     for call, plan in planned:
         first = len(operands.tensors) + len(outputs) + len(parts)
         ordered = in_force > 0 and call.problem.num_sums > 0  # the number of partials follows from the number of SMs
-        more, of_it = launches_of(call, plan, canonical.of_architecture(spec) if ordered else spec, first)
+        more, of_it = launches_of(call, plan, spec.of_architecture() if ordered else spec, first)
         launches += more
         parts += of_it
     workspace = Workspace(torch.float32, tuple(parts)) if parts else None

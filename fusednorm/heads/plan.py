@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..host import fallback
-from ..planner import canonical, limits
+from ..planner import limits
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.legality import OLDEST_ARCH, capability
@@ -126,7 +126,7 @@ def asked(problem: HeadProblem, device: DeviceSpec) -> tuple[HeadProblem, Device
     if problem.wants_dx:
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
         problem = replace(problem, **sums)
-    return replace(problem, count=1, levels=1, copies=False), canonical.of_architecture(device)
+    return replace(problem, count=1, levels=1, copies=False), device.of_architecture()
 
 
 Planned = list[tuple[HeadCall | None, HeadPlan | ReferencePlan]]

@@ -1,22 +1,22 @@
 """Chooses a substitute for a plan whose kernel does not compile, assemble, load or launch, or needs more registers or
-shared memory than there are. A norm's substitutes are the planner's alternatives, which end with multi-wave and ATen.
+shared memory than there are. A norm's substitutes are the best plans of other variants, of multi-wave, and ATen.
 Failures are remembered for the process.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..planner import canonical, choice
-from ..planner.canonical import Question
+from ..planner import choice
 from ..planner.device import DeviceSpec
-from ..planner.legality import MAX_RING_ROWS
+from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import Plan
-from ..settings import invariance
+from ..planner.plan import Plan, ReferencePlan
 from ..settings.forcing import forced_variant
 from .program import MOST_ROWS
+from .question import asked
 
 # Parts of the CUDA driver's messages for errors that no other kernel could avoid: the context is lost, memory is
 # exhausted, or the stream's state forbids the launch.
@@ -62,16 +62,6 @@ class Choice(NamedTuple):
     most_rows: int = MOST_ROWS
 
 
-def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
-    """What the planner is asked for a call, where groups of columns are rows. If rows are batch-invariant, it is the
-    same for all numbers of rows that a ring may have. So it is for sums, if they are ordered."""
-    rows *= problem.form.groups
-    in_force = invariance.switch.invariance()
-    if in_force and (in_force > 0 or problem.writes_rows) and rows <= MAX_RING_ROWS:
-        return canonical.canonical(problem, device)
-    return Question(problem, rows, device)
-
-
 def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
     question = asked(problem, rows, device)
@@ -90,8 +80,19 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
 
 def substitute(problem: NormProblem, rows: int, device: DeviceSpec) -> Plan:
     """The best plan that has not failed."""
-    plans = choice.alternatives(*asked(problem, rows, device))
+    plans = alternatives(*asked(problem, rows, device))
     return next(plan for plan in plans if not has_failed(plan, problem, device))
+
+
+def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
+    """The plan, and those that may replace it if it fails, best first: the best of each other variant in use, of
+    multi_wave, and ATen."""
+    yield (chosen := choice.choose(problem, rows, device))
+    for variant in choice.variants_in_use(device):
+        plan = None if variant == chosen.variant != "multi_wave" else choice.best_plan(variant, problem, device)
+        if plan and not broken_rule(variant, problem, rows, device):
+            yield plan
+    yield ReferencePlan("the kernels for it have failed")
 
 
 def has_failed(plan: Any, problem: Any, device: DeviceSpec) -> bool:

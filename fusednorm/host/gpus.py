@@ -1,14 +1,15 @@
-"""The GPU that tensors are on, as a DeviceSpec for the planner."""
+"""The GPU that tensors are on, or one of a name, as a DeviceSpec for the planner."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from dataclasses import replace
 
 import torch
 
-from ..planner.device import A100, H200, KNOWN, OLDEST_TRITON, DeviceSpec, plain_name
+from ..planner.device import A100, H200, KNOWN, OLDEST_TRITON, DeviceSpec
 from ..settings import margin
 from . import triton_compat
 
@@ -61,3 +62,24 @@ def from_properties(properties) -> DeviceSpec:
 def with_installed_triton(spec: DeviceSpec) -> DeviceSpec:
     """The same device, compiled for by the installed Triton."""
     return replace(spec, triton=triton_compat.installed() or OLDEST_TRITON)
+
+
+def named(name: str) -> DeviceSpec:
+    """The known device of that name. Case, spaces and underscores do not matter, and a longer name that torch reports,
+    such as NVIDIA A100-SXM4-80GB, names it too. Raises ValueError for any other name, for a part of a GPU (MIG) and for
+    a laptop's GPU."""
+    words = [word for word in _words(name) if word not in ("nvidia", "geforce")]
+    whole = not {"mig", "laptop"} & set(words)
+    for spec in KNOWN:
+        own = _words(spec.name)
+        if plain_name(spec.name) == plain_name(name) or whole and words[: len(own)] == own:
+            return spec
+    raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def plain_name(name: str) -> str:
+    return "".join(_words(name))

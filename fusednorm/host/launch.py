@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Outputs
-from ..planner import canonical, choice, derived, limits
+from ..planner import choice, derived, limits
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
@@ -61,7 +61,7 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     assert _is_legal(plan.variant, problem, min(call.block_rows or call.rows, MAX_RING_ROWS + 1), spec)
     in_force, rows, blocks = invariance.switch.invariance(), (chosen.rows_above, chosen.most_rows), None
     if ordered := in_force > 0 and problem.direction == "backward" and problem.num_sums > 0:
-        spec = canonical.of_architecture(spec)  # the number of partials follows from the number of SMs
+        spec = spec.of_architecture()  # the number of partials follows from the number of SMs
     build = _forward if isinstance(call, ForwardCall) else _backward
     symbolic = with_addresses(call)
     launches, num_tensors, *parts = build(symbolic, plan, spec)

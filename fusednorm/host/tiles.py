@@ -28,6 +28,12 @@ def rounds_u(problem: NormProblem) -> bool:
     return rounds and {problem.weight_dtype or of, problem.bias_dtype or of} == {of}
 
 
+def mixes_halves(p: NormProblem) -> bool:
+    """Whether both formats of 16 bits are among what a kernel reads and what it rounds to."""
+    own = p.x_dtype, p.y_dtype, p.weight_dtype, p.bias_dtype
+    return {torch.float16, torch.bfloat16} <= {*own, *p.rows_in, *p.rows_out, *p.shared, *p.steps}
+
+
 @functools.cache
 def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
     return Norm(
@@ -46,7 +52,7 @@ def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
         shared=problem.names_shared,
         stored=problem.stored,
         summed=problem.summed,
-        mixes_halves=problem.mixes_halves,
+        mixes_halves=mixes_halves(problem),
         folds=folds,
     )
 

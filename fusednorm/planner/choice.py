@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from . import limits, table
@@ -55,17 +55,6 @@ def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
     if device.arch in HOPPER:
         return "pipelined", "multi_wave"
     return ("warp_specialized", "pipelined", "multi_wave") if device.arch in BLACKWELL else ("multi_wave",)
-
-
-def alternatives(problem: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Plan]:
-    """The plan, and those that may replace it if it fails, best first: the best of each other variant in use, of
-    multi_wave, and ATen."""
-    yield (chosen := choose(problem, rows, device))
-    for variant in variants_in_use(device):
-        plan = None if variant == chosen.variant != "multi_wave" else best_plan(variant, problem, device)
-        if plan and not broken_rule(variant, problem, rows, device):
-            yield plan
-    yield ReferencePlan("the kernels for it have failed")
 
 
 def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> Chosen:

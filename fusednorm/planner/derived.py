@@ -4,14 +4,13 @@ by rules that choose nothing. `explain` shows it. The measurements are in bench/
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import limits
 from .budget import WARP_SIZE, of_plan, register_limit
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import ColumnTilePlan, Plan, RingPlan
+from .plan import ColumnTilePlan, RingPlan
 
 OLDEST_DEPENDENT_ARCH = 90  # oldest arch on which a dependent launch may be placed before its predecessor has ended
 
@@ -63,19 +62,3 @@ def copied_tile(cols: int) -> tuple[int, int]:
     """Rows and columns of the tile by which a CTA copies `cols` columns of a tensor. Both are powers of two."""
     chunk = min(limits.copied_columns, 1 << (cols - 1).bit_length())
     return limits.copied_elements // chunk, chunk
-
-
-def derived(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
-    """All of this that a call has, by name."""
-    found: dict[str, Any] = {}
-    if isinstance(plan, RingPlan):
-        found |= of_ring(plan, problem)
-    elif plan.kernel == "column_tiles":
-        of_forward = row_pass_registers(problem, math.gcd(problem.cols, 16))
-        of_backward = column_pass_registers(plan, problem, device)
-        found |= {"register_limit": of_forward if problem.is_forward else of_backward}
-    if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
-        cols = problem.cols if problem.by_sample else problem.width
-        found |= {"sums": piece_of_partials(cols, problem.acc_dtype.itemsize)._asdict()}
-        found["sums"] |= {"dependent": may_be_dependent(device)}
-    return found

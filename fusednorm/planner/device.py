@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, replace
 
 KIB = 1024
@@ -35,23 +34,15 @@ class DeviceSpec:
         check_that_one_is_left(sms, self.name, count)
         return replace(self, sm_count=count - sms, sm_margin=sms)
 
+    def of_architecture(self) -> DeviceSpec:
+        """The same for every GPU of an architecture, whatever is left free."""
+        known = next((each for each in KNOWN if each.arch == self.arch), self.leaving(0))
+        return replace(known, triton=self.triton)
+
 
 def check_that_one_is_left(n: int, name: str, count: int) -> None:
     if n >= count:
         raise ValueError(f"sm_margin: n must leave at least one of the {count} SMs of {name}, got {n}")
-
-
-def named(name: str) -> DeviceSpec:
-    """The known device of that name. Case, spaces and underscores do not matter, and a longer name that torch reports,
-    such as NVIDIA A100-SXM4-80GB, names it too. Raises ValueError for any other name, for a part of a GPU (MIG) and for
-    a laptop's GPU."""
-    words = [word for word in _words(name) if word not in ("nvidia", "geforce")]
-    whole = not {"mig", "laptop"} & set(words)
-    for spec in KNOWN:
-        own = _words(spec.name)
-        if plain_name(spec.name) == plain_name(name) or whole and words[: len(own)] == own:
-            return spec
-    raise ValueError(f"device must be one of {', '.join(spec.name for spec in KNOWN)}, got {name!r}")
 
 
 # Full GPUs. Resources are the driver's attributes; bandwidths are the datasheet's, of the SXM module or the card. For
@@ -70,11 +61,3 @@ RTX_4090 = DeviceSpec("RTX 4090", 89, 128, 99 * KIB, 100 * KIB, 65536, 1536, 100
 RTX_5090 = DeviceSpec("RTX 5090", 120, 170, 99 * KIB, 100 * KIB, 65536, 1536, 1792)
 GB10 = DeviceSpec("GB10", 121, 48, 99 * KIB, 100 * KIB, 65536, 1536, 273)
 KNOWN = (A100, H100, H200, B200, GB200, B300, GB300, THOR, RTX_3090, RTX_4090, RTX_5090, GB10)
-
-
-def _words(name: str) -> list[str]:
-    return re.findall("[a-z0-9]+", name.lower())
-
-
-def plain_name(name: str) -> str:
-    return "".join(_words(name))

@@ -122,12 +122,6 @@ class NormProblem:
         return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
     @cached_property
-    def mixes_halves(self) -> bool:
-        """Whether both formats of 16 bits are among what a kernel reads and what it rounds to."""
-        own = self.x_dtype, self.y_dtype, self.weight_dtype, self.bias_dtype
-        return {torch.float16, torch.bfloat16} <= {*own, *self.rows_in, *self.rows_out, *self.shared, *self.steps}
-
-    @cached_property
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
         read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in)

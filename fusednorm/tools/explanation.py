@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,22 @@ from ..forms import PLAIN, FormSpec, require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import OPS, ForwardOperands
-from ..planner import budget, choice, table
+from ..planner import budget, choice, derived, table
 from ..planner.candidates import are_better_in_registers
-from ..planner.derived import derived
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, DTYPE_NAMES, NormProblem
-from ..planner.plan import BY_COLUMNS, VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
+from ..planner.plan import (
+    BY_COLUMNS,
+    VARIANTS,
+    Plan,
+    ReferencePlan,
+    RingPlan,
+    grid_of,
+    num_launches,
+    num_passes,
+)
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance, margin
@@ -106,7 +114,7 @@ class Explanation:
     def _resources(self) -> list[str]:
         plan, problem, device, lines = self.plan, self.problem, self.device, []
         if not isinstance(plan, ReferencePlan):
-            limit = derived(plan, problem, device).get("register_limit") or plan.max_registers
+            limit = derived_of(plan, problem, device).get("register_limit") or plan.max_registers
             registers = min(limit, budget.registers(plan, problem, device))
             inputs = "x and dy" if problem.direction == "backward" else "x"
             lines = [
@@ -124,7 +132,7 @@ class Explanation:
 
     def _derived(self) -> list[str]:
         """What follows from the plan of a backward, as text."""
-        found, said = derived(self.plan, self.problem, self.device), []
+        found, said = derived_of(self.plan, self.problem, self.device), []
         if "prefetches_statistics" in found and not self.problem.is_forward:
             pairs = ", bfloat16 widened in pairs" * found["widens_in_pairs"]
             once = ", tiles read once" * found["reads_once"]
@@ -171,12 +179,28 @@ class Explanation:
             "launches": num_launches(plan, problem),
             "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
             "registers": budget.registers(plan, problem, self.device) if kernel else None,
-            "derived": derived(plan, problem, self.device) if kernel else {},
+            "derived": derived_of(plan, problem, self.device) if kernel else {},
             "bytes_moved": estimate.bytes_moved if estimate else None,
             "predicted_us": round(estimate.predicted_us, 2) if estimate else None,
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,
             "notes": list(self.notes),
         }
+
+
+def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
+    """What follows from a plan (planner/derived.py), by name."""
+    found: dict[str, Any] = {}
+    if isinstance(plan, RingPlan):
+        found |= derived.of_ring(plan, problem)
+    elif plan.kernel == "column_tiles":
+        of_forward = derived.row_pass_registers(problem, math.gcd(problem.cols, 16))
+        of_backward = derived.column_pass_registers(plan, problem, device)
+        found |= {"register_limit": of_forward if problem.is_forward else of_backward}
+    if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
+        cols = problem.cols if problem.by_sample else problem.width
+        found |= {"sums": derived.piece_of_partials(cols, problem.acc_dtype.itemsize)._asdict()}
+        found["sums"] |= {"dependent": derived.may_be_dependent(device)}
+    return found
 
 
 def _form(form: FormSpec) -> str:

@@ -160,7 +160,7 @@ def _this_device() -> DeviceSpec:
 
 def _device(name: str) -> DeviceSpec:
     try:
-        return gpus.with_installed_triton(device.named(name))
+        return gpus.with_installed_triton(gpus.named(name))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

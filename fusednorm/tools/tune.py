@@ -31,7 +31,7 @@ from ..host import gpus
 from ..host.fallback import BuildFailed
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, rings
-from ..planner.device import DeviceSpec, named
+from ..planner.device import DeviceSpec
 from ..planner.legality import broken_rule
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
@@ -436,8 +436,8 @@ def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.mono
     if options.cells:
         records = [json.loads(line) for path in options.cells for line in path.read_text().splitlines()]
         records.sort(key=lambda record: record["date"])
-        device, cells = replace(named(records[0]["gpu"]), name=records[0]["gpu"]), [Cell.of(each) for each in records]
-        measured = records[-1]
+        measured, cells = records[-1], [Cell.of(each) for each in records]
+        device = replace(gpus.named(records[0]["gpu"]), name=records[0]["gpu"])
     else:
         import triton
 

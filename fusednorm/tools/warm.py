@@ -21,6 +21,7 @@ from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
 from ..host.program import Program
+from ..host.question import Question
 from ..operands import (
     FORMS,
     FORWARD,
@@ -33,7 +34,6 @@ from ..operands import (
     operands_of,
 )  # fmt: skip
 from ..planner import choice
-from ..planner.canonical import Question
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import FLOAT_DTYPES, MOST_ROWS_OF_TILE, NormProblem

@@ -17,8 +17,8 @@ from fusednorm.heads import plan as head_plan
 from fusednorm.heads.problem import Packing
 from fusednorm.host import fallback, gpus
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.planner import canonical, limits
-from fusednorm.planner.device import A100, H100, H200
+from fusednorm.planner import limits
+from fusednorm.planner.device import A100, H100, H200, DeviceSpec
 from fusednorm.settings import invariance
 
 pytest.importorskip("triton")
@@ -35,7 +35,7 @@ def kernels_alone(monkeypatch):
     head_norms.without_formulas(monkeypatch)
     monkeypatch.setattr(gpus, "spec_of", lambda device: A100)
     monkeypatch.setattr(limits, "head_warps", {"forward": (1,), "backward": (1,)})
-    monkeypatch.setattr(canonical, "of_architecture", lambda device: replace(SMALL_GPU, arch=device.arch))
+    monkeypatch.setattr(DeviceSpec, "of_architecture", lambda device: replace(SMALL_GPU, arch=device.arch))
     head_plan.choose.cache_clear()
     with kernels_on("cpu"):
         yield

@@ -308,7 +308,7 @@ def test_a_forced_plan_that_fails_gives_way_too(triton, on_h200):
 @pytest.mark.parametrize("device", [A100, H200, B200])
 def test_alternatives_end_with_multi_wave_and_aten(device):
     for problem in (make_problem(), make_problem("rms", 1000), make_problem(direction="forward")):
-        variants = [plan.variant for plan in choice.alternatives(problem, 4096, device)]
+        variants = [plan.variant for plan in fallback.alternatives(problem, 4096, device)]
         assert variants[-2:] == ["multi_wave", "reference"]
         assert variants[0] == choice.choose(problem, 4096, device).variant
 

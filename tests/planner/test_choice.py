@@ -24,7 +24,6 @@ from fusednorm.planner.choice import (
     choices,
     choose,
 )
-from fusednorm.planner.derived import derived
 from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_4090, RTX_5090
 from fusednorm.planner.plan import (
     MAX_BOX_SIDE,
@@ -38,6 +37,7 @@ from fusednorm.planner.plan import (
     WarpSpecializedPlan,
     num_passes,
 )
+from fusednorm.tools.explanation import derived_of
 from fusednorm.tools.tune import MOST_CANDIDATES, plans_of, to_survey
 
 DATA = Path(__file__).parents[1] / "data"
@@ -370,7 +370,7 @@ def test_tune_tries_gated_backwards_of_several_ctas_that_read_a_tile_once(norm, 
     """Of 3072 and 4096 columns by two CTAs a row, though no plain norm of so few columns has a cluster."""
     problem = make_gated(norm, cols)
     several = [plan for plan in plans_of(problem, H200) if plan.ctas_per_sm > 1]
-    once = [plan for plan in several if derived(plan, problem, H200).get("reads_once")]
+    once = [plan for plan in several if derived_of(plan, problem, H200).get("reads_once")]
     assert once and any(plan.cluster > 1 for plan in once) == (cols > 2048)
 
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from planning import make_problem, num_ctas
 
-import fusednorm
-from fusednorm.host.gpus import from_properties
+from fusednorm.host.gpus import from_properties, named
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, B200, H200, KNOWN, RTX_5090
 
@@ -17,9 +16,9 @@ MANY_ROWS = 16384
 
 
 def test_constants_are_told_apart_by_whatever_spelling():
-    assert fusednorm.planner.device.named("rtx_5090") is fusednorm.planner.device.named("RTX5090") is RTX_5090
+    assert named("rtx_5090") is named("RTX5090") is RTX_5090
     with pytest.raises(ValueError, match="^device must be one of A100, .*, got 'V100'$"):
-        fusednorm.planner.device.named("V100")
+        named("V100")
 
 
 @pytest.mark.parametrize(
@@ -38,10 +37,10 @@ def test_constants_are_told_apart_by_whatever_spelling():
 )
 def test_constants_are_found_by_the_names_that_torch_gives(name, spec):
     if spec:
-        assert fusednorm.planner.device.named(name).name == spec
+        assert named(name).name == spec
     else:
         with pytest.raises(ValueError, match="^device must be one of A100"):
-            fusednorm.planner.device.named(name)
+            named(name)
 
 
 def properties_of(spec, name, sm_count):

@@ -1,19 +1,32 @@
-"""The question that the planner is asked if a row's bits must not depend on the call that the row is part of."""
+"""What the planner is asked for a call: about the call itself, or, if a row's bits must not depend on the call that it
+is part of, about one that stands for all of its kind."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import NamedTuple
 
-from . import limits
-from .device import KNOWN, DeviceSpec
-from .norm_problem import NormProblem
+from ..planner import limits
+from ..planner.device import DeviceSpec
+from ..planner.legality import MAX_RING_ROWS
+from ..planner.norm_problem import NormProblem
+from ..settings import invariance
 
 
 class Question(NamedTuple):
     problem: NormProblem
     rows: int
     device: DeviceSpec
+
+
+def asked(problem: NormProblem, rows: int, device: DeviceSpec) -> Question:
+    """What the planner is asked for a call, where groups of columns are rows. If rows are batch-invariant, it is the
+    same for all numbers of rows that a ring may have. So it is for sums, if they are ordered."""
+    rows *= problem.form.groups
+    in_force = invariance.switch.invariance()
+    if in_force and (in_force > 0 or problem.writes_rows) and rows <= MAX_RING_ROWS:
+        return canonical(problem, device)
+    return Question(problem, rows, device)
 
 
 def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
@@ -28,10 +41,4 @@ def canonical(problem: NormProblem, device: DeviceSpec) -> Question:
         problem = replace(problem, **gradients, **sums)
     problem = replace(problem, sample_divisor=int(problem.by_sample > 0))
     rows = max(1, min(limits.canonical_most_rows, limits.canonical_elements // max(1, problem.cols)))
-    return Question(problem, rows, of_architecture(device))
-
-
-def of_architecture(device: DeviceSpec) -> DeviceSpec:
-    """The same for every GPU of an architecture, whatever is left free."""
-    known = next((each for each in KNOWN if each.arch == device.arch), device.leaving(0))
-    return replace(known, triton=device.triton)
+    return Question(problem, rows, device.of_architecture())
