@@ -20,7 +20,7 @@ from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
 from .norm_problem import NormProblem
-from .plan import Plan, ReferencePlan, RingPlan, WarpSpecializedPlan, from_text, num_passes
+from .plan import Plan, ReferencePlan, RingPlan, from_text, num_passes
 
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
@@ -84,11 +84,10 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     None if no table can answer."""
     for known in table.of_device(device, problem):
         cols, lines = known.lookup(problem)
-        found, fewest = [], 1.0
+        found, fewest, sms = [], 1.0, device.leaving(0).sm_count
         for most, text in lines:
-            rows_per_sm = max(fewest, min(most, limits.compared_rows_per_sm[-1]))
-            end = most if most == math.inf else int(most * _sms(device))
-            found.append((end, _adapted(from_text(text), cols, rows_per_sm, problem, device)))
+            rows = round(sms * max(fewest, min(most, limits.compared_rows_per_sm[-1])))
+            found.append((sms * most, _adapted(from_text(text), cols, rows, problem, device)))
             fewest = most
         if any(plan for _, plan in found):
             ranges = _merged((end, plan or at(predicted(problem, device), end)) for end, plan in found)
@@ -96,7 +95,7 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     return None
 
 
-def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, device: DeviceSpec) -> Plan | None:
+def _adapted(plan: Plan, cols: int, rows: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """A measured plan of `cols` columns for this problem. None if it cannot run, or if another one is predicted to be
     much faster: a row of this width may need more padding, or more copies."""
     if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(problem, device):
@@ -105,12 +104,12 @@ def _adapted(plan: Plan, cols: int, rows_per_sm: float, problem: NormProblem, de
         return plan
     if plan.variant == "pipelined" and are_better_in_registers(problem, device):
         return None
-    if isinstance(plan, WarpSpecializedPlan) or not (plan := cut(plan, problem, device)):
-        return None
-    rows, coefficients = round(rows_per_sm * _sms(device)), table.coefficients(device)
-    other = at(predicted(problem, device), rows)
-    us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in (plan, other))
-    return plan if cols == problem.cols or us <= least_us * (1 + limits.most_loss) else None
+    plan = cut(plan, problem, device)
+    if plan is None or cols == problem.cols:
+        return plan
+    plans, coefficients = (plan, at(predicted(problem, device), rows)), table.coefficients(device)
+    us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in plans)
+    return plan if us <= least_us * (1 + limits.most_loss) else None
 
 
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
@@ -123,22 +122,18 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
         return None
     plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
-    per_sm = limits.rows_per_sm_of_ring[way][problem.norm]
+    most_rows = limits.rows_per_sm_of_ring[way][problem.norm] * device.sm_count
     if ring is None or problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[way]:
-        ranges = ((math.inf, portable),)
-    elif not per_sm or num_passes(portable, problem) != 1:
-        ranges = ((math.inf, ring),)
-    else:
-        ranges = ((per_sm * device.sm_count, portable), (math.inf, ring))
-    return ranges, "published"
+        return ((math.inf, portable),), "published"
+    few = ((most_rows, portable),) if most_rows and num_passes(portable, problem) == 1 else ()
+    return (*few, (math.inf, ring)), "published"
 
 
 def _fullest(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """The fastest plan of those that have as many bytes on their way as the device wants, as nvFuser's rings have; if
     there is none, of all."""
-    plans = candidates(variant, problem, device)
-    rings = [plan for plan in plans if isinstance(plan, RingPlan)]
-    full = [plan for plan in rings if bytes_on_their_way(plan, problem) >= device.bytes_in_flight_per_sm]
+    plans, least = candidates(variant, problem, device), device.bytes_in_flight_per_sm
+    full = [plan for plan in plans if isinstance(plan, RingPlan) and bytes_on_their_way(plan, problem) >= least]
     return _fastest(full or plans, problem, device, limits.compared_rows_per_sm[-1])
 
 
@@ -151,8 +146,9 @@ def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
 def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
     """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
     plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
-    ends = [int(math.sqrt(few * many) * _sms(device)) for few, many in itertools.pairwise(limits.compared_rows_per_sm)]
-    fastest = (_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in limits.compared_rows_per_sm)
+    compared, sms = limits.compared_rows_per_sm, device.leaving(0).sm_count
+    ends = [math.sqrt(few * many) * sms for few, many in itertools.pairwise(compared)]
+    fastest = [_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in compared]
     return _merged(zip((*ends, math.inf), fastest, strict=True))
 
 
@@ -169,11 +165,7 @@ def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, ro
     return min(plans, key=lambda plan: predict_us(plan, problem, rows, device, coefficients), default=None)
 
 
-def _sms(device: DeviceSpec) -> int:
-    return device.sm_count + device.sm_margin
-
-
 def _merged(ranges: Iterable[tuple[float, Plan]]) -> Ranges:
-    """The ranges, in which no neighbours have the same plan."""
-    each = [(plan, [most for most, _ in group]) for plan, group in itertools.groupby(ranges, key=lambda one: one[1])]
-    return tuple((ends[-1], plan) for plan, ends in each)
+    """The ranges, in whole rows, in which no neighbours have the same plan."""
+    ends = [list(group)[-1] for _, group in itertools.groupby(ranges, key=lambda each: each[1])]
+    return tuple((most if most == math.inf else int(most), plan) for most, plan in ends)
