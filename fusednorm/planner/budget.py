@@ -113,16 +113,16 @@ def _staged_bytes(plan: RingPlan, problem: NormProblem) -> int:
 
 def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
     """Registers that each thread can have if `threads_per_sm` threads share an SM."""
-    return min(MAX_REGISTERS, _round_down(device.registers_per_sm / threads_per_sm, REGISTER_STEP))
+    return min(MAX_REGISTERS, device.registers_per_sm // threads_per_sm // REGISTER_STEP * REGISTER_STEP)
 
 
 def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) -> int:
     """Registers that a thread of a compute group can have, with one CTA per SM and a producer that keeps
     PRODUCER_REGISTERS per thread."""
     compute, producer = WARP_SIZE * num_warps * num_groups, WARP_SIZE * PRODUCER_WARPS
-    entry = register_limit(compute + producer, device)
-    left = _round_down(entry, REGISTER_STEP) * (compute + producer) - PRODUCER_REGISTERS * producer
-    return min(MAX_GROUP_REGISTERS, _round_down(left / compute, REGISTER_STEP))
+    entry = register_limit(compute + producer, device) // REGISTER_STEP * REGISTER_STEP
+    left = entry * (compute + producer) - PRODUCER_REGISTERS * producer
+    return min(MAX_GROUP_REGISTERS, left // compute // REGISTER_STEP * REGISTER_STEP)
 
 
 def entry_registers(plan: WarpSpecializedPlan) -> int:
@@ -162,22 +162,18 @@ def _bound(name: str) -> str:
 
 
 def of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, Any]:
-    """The names by which data files ask for what a plan has, beside those of its fields."""
-    rows, threads = plan.rows_per_tile, WARP_SIZE * plan.num_warps
-    elements = rows * plan.chunk * plan.num_chunks / threads  # of a thread
-    known = vars(plan) | {"kernel": plan.kernel, "elements": elements}
-    if not isinstance(plan, RingPlan):
-        return known | dict(rows=rows, columns=elements / rows, chunk_elements=elements / plan.num_chunks)
+    """The names by which data files ask for what a plan has, beside those of its fields. `rows` are those that a thread
+    has elements of: in a ring of one CTA, each row has its own threads."""
+    is_ring = isinstance(plan, RingPlan)
+    rows = 1 if is_ring and plan.cluster == 1 else plan.rows_per_tile
+    elements = plan.rows_per_tile * plan.chunk * plan.num_chunks / (WARP_SIZE * plan.num_warps)  # of a thread
+    known = vars(plan) | {"kernel": plan.kernel, "rows": rows, "elements": elements, "columns": elements / rows}
+    if not is_ring:
+        return known | {"chunk_elements": elements / plan.num_chunks}
     threads = plan.threads_per_row
-    return known | dict(
-        rows=plan.rows_per_thread, columns=plan.columns_per_thread, chunk_columns=plan.chunk / threads,
-        threads=threads, copies=plan.num_copies, whole=plan.is_whole(cols),
-    )  # fmt: skip
+    more = {"threads": threads, "copies": plan.num_copies, "whole": plan.is_whole(cols)}
+    return known | more | {"chunk_columns": plan.chunk / threads}
 
 
 def _round_up(value: float, step: int) -> int:
     return -int(-value // step) * step
-
-
-def _round_down(value: float, step: int) -> int:
-    return int(value // step) * step

@@ -82,14 +82,6 @@ class NormProblem:
         return self.bias_dtype is not None and (self.is_forward or self.form.reads_u)
 
     @cached_property
-    def held_bytes(self) -> int:
-        """Bytes per element of what a forward keeps of a row from its statistics to y: of the row that is normalized,
-        and of the row tensors that the form's last step reads."""
-        of_sum = self.rows_out[:1] if self.form.rounds_sum else (self.acc_dtype,)
-        row = of_sum if self.rows_out else (self.x_dtype,)
-        return sum(each.itemsize for each in (*row, *self.rows_in[self.form.rows_before :]))
-
-    @cached_property
     def num_sums(self) -> int:
         """Number of sums over rows (dw, db, gradients of modulations) that the call wants. CTAs store partials of these
         sums."""
@@ -146,6 +138,10 @@ class NormProblem:
         x, grad, residual, weight, bias = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
         late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
+        # A forward keeps the row that is normalized from its statistics to y, and what the form's last step reads.
+        of_sum = self.rows_out[0] if self.rows_out and self.form.rounds_sum else self.acc_dtype
+        normalized = of_sum if self.rows_out else self.x_dtype
+        held = normalized, *self.rows_in[self.form.rows_before :]
         # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
         # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes. A forward holds
         # rows that are wider than x's if they are a weight that it makes in float32, or modulations.
@@ -153,7 +149,7 @@ class NormProblem:
             forward=self.is_forward, layer=self.norm == "layer", odd=self.cols % 16 != 0, activates=self.form.activates,
             accumulators=self.acc_dtype.itemsize // 4, bfloat16=self.x_dtype == torch.bfloat16,
             in_small_pieces=self.cols * x % 32 != 0, x_bytes=x, grad_bytes=grad, mixed=x != grad,
-            residual_bytes=residual, held_bytes=self.held_bytes,
+            residual_bytes=residual, held_bytes=sum(map(bytes_of, held)),
             widest=max(x, grad, *map(bytes_of, self.rows_in)), narrow=max(x, grad, *parameters, 2) == 2 and not others,
             weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
             parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,

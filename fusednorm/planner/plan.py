@@ -121,24 +121,14 @@ class RingPlan(Plan):
         return 2 if self.tail else -(-self.num_chunks // self.copy_chunks)
 
     @property
-    def rows_per_thread(self) -> int:
-        """Rows of a tile that a thread works on: all of them in a cluster. Else each row has its own threads."""
-        return self.rows_per_tile if self.cluster > 1 else 1
-
-    @property
     def threads_per_row(self) -> int:
-        """Threads of a CTA among which a row is divided; in a cluster the CTA's part of the row."""
-        return 32 * self.num_warps * self.rows_per_thread // self.rows_per_tile
+        """Threads of a CTA among which a row is divided; in a cluster all, for the CTA's part of each row."""
+        return 32 * self.num_warps if self.cluster > 1 else 32 * self.num_warps // self.rows_per_tile
 
     @property
     def warps_per_row(self) -> int:
         """Warps of a CTA among which a row's sum is divided."""
         return self.num_warps if self.cluster > 1 or self.rows_per_tile < self.num_warps else 1
-
-    @property
-    def columns_per_thread(self) -> int:
-        """Columns of one row per thread, padding included."""
-        return self.chunk * self.num_chunks // self.threads_per_row
 
 
 @dataclass(frozen=True)
