@@ -23,6 +23,7 @@ from torch.autograd import Function
 from torch.overrides import has_torch_function
 
 from . import ops, reference, sharding
+from .dtypes import accumulation_dtype
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
@@ -58,7 +59,6 @@ from .operands import (
     operands_of,
 )
 from .operands import add as add_to_table
-from .planner.norm_problem import accumulation_dtype
 from .problem.outputs import settings_of
 from .problem.validation import CHECKS, validate
 from .settings import invariance

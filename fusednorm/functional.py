@@ -24,12 +24,12 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
+from .dtypes import FLOAT_DTYPES
 from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
 from .operands import OPS
-from .planner.norm_problem import FLOAT_DTYPES
 
 
 def layer_norm(

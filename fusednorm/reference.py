@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from .dtypes import accumulation_dtype
 from .forms import PLAIN, FormSpec
 from .operands import (
     FORWARD,
@@ -26,7 +27,6 @@ from .operands import (
     operands_of,
     wanted_outputs,
 )
-from .planner.norm_problem import accumulation_dtype
 from .problem.calls import BackwardCall, ForwardCall
 from .problem.outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
 from .problem.rows import spread

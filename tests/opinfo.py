@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.planner.norm_problem import accumulation_dtype
+from fusednorm.dtypes import accumulation_dtype
 
 NAMES = ("nn.functional.layer_norm", "native_layer_norm", "nn.functional.rms_norm")
 FUNCTIONALS = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.norm_problem import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
+from ..dtypes import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
 from ..problem.rows import RowView, row_view
 from ..problem.validation import FLOATS, require_strided
 

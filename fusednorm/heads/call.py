@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dtypes import accumulation_dtype, is_float32_sum
 from ..host.program import Address
 from ..operands import Operands, operands_of, wanted_outputs
-from ..planner.norm_problem import ALIGNMENT, accumulation_dtype, is_float32_sum
+from ..planner.norm_problem import ALIGNMENT
 from ..problem.outputs import output_dtype
 from ..problem.rows import levels_of
 from ..settings import invariance

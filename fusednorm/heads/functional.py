@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd, functional
+from ..dtypes import accumulation_dtype
 from ..forms import ROUNDINGS
 from ..host import native
 from ..host.torch_compat import recorder
 from ..operands import TRANSLATIONS, Operands
-from ..planner.norm_problem import accumulation_dtype
 from ..problem.validation import require_strided
 from . import ops  # noqa: F401  registers them
 from .operands import FORWARD, PACKED, Settings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..dtypes import accumulation_dtype
 from ..operands import Operands, Outputs
-from ..planner.norm_problem import accumulation_dtype
 from ..reference import affine, input_gradient, normalized, rounded
 from .call import apart, joined, outputs_of, with_zeros
 from .problem import Heads, grads_of, heads_of, packing_of

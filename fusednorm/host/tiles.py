@@ -7,11 +7,12 @@ import operator
 
 import torch
 
+from ..dtypes import DTYPE_NAMES
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
 from ..planner import derived
-from ..planner.norm_problem import DTYPE_NAMES, NormProblem
+from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView

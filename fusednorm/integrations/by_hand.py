@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import autograd, functional, reference
+from ..dtypes import FLOAT_DTYPES
 from ..forms import ACTIVATIONS, FormSpec
 from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
 from ..operands import ForwardOperands, operands_of
-from ..planner.norm_problem import FLOAT_DTYPES
 from . import trials
 from .rotating import Deferred, Wait, result_of
 from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplained

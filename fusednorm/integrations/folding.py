@@ -33,9 +33,9 @@ from torch.fx import Graph, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, OPS, Op, Role
-from ..planner.norm_problem import FLOAT_DTYPES
 from . import gathering, paying, routing
 from .routing import named_arguments
 

@@ -19,8 +19,8 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
+from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
-from ..planner.norm_problem import FLOAT_DTYPES
 from . import routing
 from .folding import SIXTEEN_BITS
 from .paying import reached

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
-from .norm_problem import NormProblem, bytes_of
+from .norm_problem import NormProblem
 from .plan import BY_COLUMNS, MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 
 WARP_SIZE = 32

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from ..dtypes import accumulation_dtype, bytes_of, is_float32_sum
 from ..forms import PLAIN, FormSpec
 
 ALIGNMENT = 16  # bytes: TMA demands it of addresses and strides, and Triton has separate builds for such pointers
 MOST_ROWS_OF_TILE = 64
-FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # Triton's
 
 
 @dataclass(frozen=True)
@@ -164,19 +163,3 @@ class NormProblem:
     def wants_any(self) -> bool:
         """Whether the call has an output of those that every kernel has."""
         return self.writes_rows or self.wants_dw or self.wants_db
-
-
-def bytes_of(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else dtype.itemsize
-
-
-def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Dtype of statistics, accumulators and partials for row tensors of these dtypes: float64 if one is, else float32.
-    """
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def is_float32_sum(acc: torch.dtype, *outputs: torch.dtype | bool | None) -> bool:
-    """Whether a sum in the dtype `acc` is float32, and one of the outputs, which are dtypes or not wanted, is no
-    narrower: the rounding errors of the sum are then all that this output has."""
-    return acc == torch.float32 and any(each and each.itemsize >= acc.itemsize for each in outputs)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..dtypes import accumulation_dtype
 from ..operands import OWN_OUTPUTS, Derivative, Operands, Output, Role
-from ..planner.norm_problem import accumulation_dtype
 
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import FLOAT_DTYPES
 from ..forms import CHOICES, PLAIN
 from ..operands import Operands, Role, op_mask
-from ..planner.norm_problem import FLOAT_DTYPES
 from .outputs import groups_of
 
 FLOATS = "float16, bfloat16, float32 or float64"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..dtypes import DTYPE_NAMES
 from ..forms import PLAIN, FormSpec, require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
@@ -21,7 +22,7 @@ from ..planner.candidates import are_better_in_registers
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
-from ..planner.norm_problem import ALIGNMENT, DTYPE_NAMES, NormProblem
+from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import (
     BY_COLUMNS,
     VARIANTS,

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dtypes import DTYPE_NAMES
 from ..namespace import TORCH_OPS
-from ..planner.norm_problem import DTYPE_NAMES
 
 STOCK_FACTOR = 1.5  # limit of an output's relative L2 error, as a multiple of that of ATen's kernel
 # Limit of an element's error, in ulps of the accumulation dtype. It is several times the error of a sound fp32

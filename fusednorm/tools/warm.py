@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..dtypes import FLOAT_DTYPES
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
@@ -36,7 +37,7 @@ from ..operands import (
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
-from ..planner.norm_problem import FLOAT_DTYPES, MOST_ROWS_OF_TILE, NormProblem
+from ..planner.norm_problem import MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import Plan, ReferencePlan, num_launches
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from ..problem.outputs import settings_of

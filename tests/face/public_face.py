@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 import fusednorm
 from fusednorm import force, functional
+from fusednorm.dtypes import FLOAT_DTYPES
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import KNOWN
-from fusednorm.planner.norm_problem import FLOAT_DTYPES
 from fusednorm.problem.outputs import resolve_eps
 from fusednorm.tools.interpreter import enable_interpreter
 
