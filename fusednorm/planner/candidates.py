@@ -26,6 +26,7 @@ from .plan import (
     MultiWavePlan,
     PipelinedPlan,
     Plan,
+    RingPlan,
     WarpSpecializedPlan,
 )
 
@@ -181,21 +182,30 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
     return [way for _, way in sorted(found)]
 
 
-def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> PipelinedPlan | None:
+def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> RingPlan | None:
     rows, stages, warps, cluster = ring.rows_per_tile, ring.num_stages, ring.num_warps, ring.cluster
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
     limit = budget.register_limit(32 * warps * ring.ctas_per_sm, device)
     resources = stages, warps, ring.ctas_per_sm, limit, ring.weight_in_smem, cluster
     in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
-    for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, cluster):
-        if copies > limits.most_copies:
-            continue
-        plan = PipelinedPlan(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
+    plans = (
+        PipelinedPlan(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
+        for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, cluster)
+        if copies <= limits.most_copies
+    )
+    return _first_within_budget(plans, problem, device, good)
+
+
+def _first_within_budget(
+    plans: Iterable[RingPlan], problem: NormProblem, device: DeviceSpec, good: bool
+) -> RingPlan | None:
+    """The first ring that fits shared memory, and if it must be `good` does not spill."""
+    for plan in plans:
         needed = budget.registers(plan, problem, device) if good else 0
-        if needed <= limit and budget.fits_shared_memory(plan, problem, device):
+        if needed <= plan.max_registers and budget.fits_shared_memory(plan, problem, device):
             return plan
-        if needed > limits.too_many * limit:
+        if needed > limits.too_many * plan.max_registers:
             return None
     return None
 
@@ -242,15 +252,14 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
         most_copies = min(most_copies, limits.most_copies if good else limits.max_chunks)
         limit, of_groups = budget.group_register_limit(groups, warps, device), {"num_groups": groups}
         of_groups |= {"cached": problem.is_forward}
-        plans = [
-            WarpSpecializedPlan(rows, *chunks, 0, warps, 1, limit, in_smem, 1, copy_chunks, **of_groups)
-            for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, 1)
-            for in_smem in (False, True)
-            if copies <= most_copies and not tail
-        ]
-        held = [plan for plan in plans if not good or budget.registers(plan, problem, device) <= limit]
-        for stages, plan in itertools.product((2,) if good and groups == 1 else (2 * groups, groups), held):
-            if budget.fits_shared_memory(plan := replace(plan, num_stages=stages), problem, device):
+        for stages in (2,) if good and groups == 1 else (2 * groups, groups):
+            plans = (
+                WarpSpecializedPlan(rows, *chunks, stages, warps, 1, limit, in_smem, 1, copy_chunks, **of_groups)
+                for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, 1)
+                for in_smem in (False, True)
+                if copies <= most_copies and not tail
+            )
+            if plan := _first_within_budget(plans, problem, device, good):
                 return _deepened(plan, problem, device)
     return None
 
