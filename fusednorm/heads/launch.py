@@ -23,7 +23,6 @@ from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..operands import Operands, Outputs
 from ..planner import limits
-from ..planner.derived import may_be_dependent
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
 from ..problem.outputs import resolve_eps
@@ -110,7 +109,7 @@ def launches_of(
         args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, cols, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options)
         return [launch], []
-    dependent = problem.num_sums > 0 and may_be_dependent(spec)
+    dependent = problem.num_sums > 0 and spec.places_dependents
     tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
     acc_dtype = problem.acc_dtype
     size = cols * (acc_dtype.itemsize // torch.float32.itemsize)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Outputs
-from ..planner import choice, derived, limits
+from ..planner import choice, limits
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
@@ -134,7 +134,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     ]
     sample_sums = [sums.sample_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
     summed_next = wants_sums and counters is None
-    dependent = summed_next and derived.may_be_dependent(spec)
+    dependent = summed_next and spec.places_dependents
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))
     over_blocks: dict[Address, Address] = {}
     if call.block_rows:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..kernels import copies
 from ..kernels.config import ColumnTile
 from ..operands import OWN_OUTPUTS, Role
-from ..planner import derived
+from ..planner import limits
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from .fallback import BuildFailed
@@ -64,6 +64,12 @@ def copies_of_rest(call: BackwardCall, dx: Address, times: int) -> list[Launch]:
     for source, start, end in runs:  # in rest; in dx, from start to end
         if end > start:
             args = dx, call.rows, start, end - start, call.width - 2 * cols, source
-            tile = ColumnTile(*derived.copied_tile(end - start), num_warps=8)
+            tile = ColumnTile(*copied_tile(end - start), num_warps=8)
             launches.append(Launch(copies.copy_columns, (Number.CTAS, times), args, None, tile))
     return launches
+
+
+def copied_tile(cols: int) -> tuple[int, int]:
+    """Rows and columns of the tile by which a CTA copies `cols` columns of a tensor. Both are powers of two."""
+    chunk = min(limits.copied_columns, 1 << (cols - 1).bit_length())
+    return limits.copied_elements // chunk, chunk

@@ -10,7 +10,7 @@ import triton
 
 from ..kernels import column_tiles, multiwave, parameter_gradients, pipelined, warp_specialized
 from ..kernels.config import RingTile
-from ..planner import budget, derived
+from ..planner import budget
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
@@ -81,7 +81,7 @@ def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row, which passes over the row's column tiles twice."""
     tile = whole_row_tile(plan, log2_divisor(call), call.problem.form.groups)
-    registers = derived.row_pass_registers(call.problem, 1 << tile.log2_divisor)
+    registers = budget.row_pass_registers(call.problem, 1 << tile.log2_divisor)
     args = _forward_args(call, outputs)
     _, named = _of_samples(call)
     return [_launch(call, column_tiles.forward_by_column_tiles, [call.rows], args, tile, registers, named)]
@@ -121,7 +121,7 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written
         launches.append(_launch(call, column_tiles.backward_row_means, [call.rows], args, tile))
     grid = triton.cdiv(problem.cols, plan.chunk), Number.CTAS
     args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
-    registers = derived.column_pass_registers(plan, problem, gpus.with_installed_triton(spec))
+    registers = budget.column_pass_registers(plan, problem, gpus.with_installed_triton(spec))
     tile = column_tile(plan, *of_tile)
     return [*launches, _launch(call, column_tiles.backward_by_column_tiles, grid, args, tile, registers)]
 

@@ -12,7 +12,8 @@ import triton
 from ..kernels import finalizer
 from ..kernels.config import PartialsTile
 from ..operands import OWN_OUTPUTS, Role
-from ..planner import derived, limits
+from ..planner import limits
+from ..planner.plan import piece_of_partials
 from ..problem.calls import Added, BackwardCall
 from .key import Extent
 from .launcher import Launch
@@ -48,7 +49,7 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
 @functools.cache
 def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     """The tile that sums the partials of `cols` columns."""
-    return PartialsTile(*derived.piece_of_partials(cols, itemsize), dependent)
+    return PartialsTile(*piece_of_partials(cols, itemsize), dependent)
 
 
 # --- Ordered sums ---

@@ -11,7 +11,7 @@ from ..dtypes import DTYPE_NAMES
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
-from ..planner import derived
+from ..planner import budget
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
@@ -87,7 +87,7 @@ def log2_divisor(call: ForwardCall | BackwardCall) -> int:
 
 @functools.cache
 def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
-    rules = derived.of_ring(plan, problem)
+    rules = budget.of_ring(plan, problem)
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,

@@ -2,7 +2,8 @@
 
 Both are upper bounds, for every release of Triton: where releases differ, the largest value counts, so every release
 gets the same plan. With as many registers per thread as `registers` says, the compiler does not spill.
-data/registers.json has its coefficients, and bench/NOTES.md the builds behind them, "Evidence behind constants".
+data/registers.json has its coefficients, and bench/NOTES.md the builds behind them, "Evidence behind constants". Other
+rules say what kernels are compiled with, beside the fields of their plan, so that they do not spill.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import BY_COLUMNS, MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import (
+    BY_COLUMNS,
+    MAX_REGISTERS,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+)
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
@@ -147,6 +157,29 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
         kind = " once"
     needed = limits.value_of(_bound(f"{plan.kernel} {problem.direction}{kind}"), *known)
     return _round_up(round(needed, 6), REGISTER_STEP)
+
+
+def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
+    """Whether a thread holds the next tile's statistics while it adds up the current tile; whether bfloat16 values
+    become float32 two at a time (rowmath.widen); and whether threads hold what dx takes of a tile instead of reading
+    the tile twice: in a backward with an activation, which they would compute twice, where 16-bit rows leave that many
+    instructions for each byte."""
+    known = problem.quantities, of_plan(plan, problem.cols)
+    names = "prefetches_statistics", "widens_in_pairs", "reads_once"
+    return {name: limits.value_of(getattr(limits, name), *known) for name in names}
+
+
+def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
+    """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. `divisor` is the largest
+    power of two, up to 16, that divides the columns and all row strides."""
+    return limits.value_of(limits.row_pass_registers, problem.quantities, {"divisor": divisor})
+
+
+def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
+    """Those of a backward. The oldest Triton keeps to the registers that let all CTAs of an SM be resident; later
+    releases may take more."""
+    limit = register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
+    return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 KIB = 1024
 OLDEST_TRITON = (3, 6)
+OLDEST_DEPENDENT_ARCH = 90
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class DeviceSpec:
     bytes_in_flight_per_sm: int = 32 * KIB
     sm_margin: int = 0  # SMs of the device that are left to others; sm_count does not include them
     triton: tuple[int, int] = OLDEST_TRITON  # the release that compiles: each needs its own number of registers
+
+    @property
+    def places_dependents(self) -> bool:
+        """Whether a dependent launch may be placed before the one that it depends on has ended."""
+        return self.arch >= OLDEST_DEPENDENT_ARCH
 
     @functools.cache  # noqa: B019  there are few devices, and they live as long as the process
     def leaving(self, sms: int) -> DeviceSpec:

@@ -17,7 +17,7 @@ from ..forms import PLAIN, FormSpec, require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import OPS, ForwardOperands
-from ..planner import budget, choice, derived, table
+from ..planner import budget, choice, table
 from ..planner.candidates import are_better_in_registers
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
@@ -32,6 +32,7 @@ from ..planner.plan import (
     grid_of,
     num_launches,
     num_passes,
+    piece_of_partials,
 )
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
@@ -189,18 +190,18 @@ class Explanation:
 
 
 def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
-    """What follows from a plan (planner/derived.py), by name."""
+    """What follows from a plan (planner/budget.py), by name."""
     found: dict[str, Any] = {}
     if isinstance(plan, RingPlan):
-        found |= derived.of_ring(plan, problem)
+        found |= budget.of_ring(plan, problem)
     elif plan.kernel == "column_tiles":
-        of_forward = derived.row_pass_registers(problem, math.gcd(problem.cols, 16))
-        of_backward = derived.column_pass_registers(plan, problem, device)
+        of_forward = budget.row_pass_registers(problem, math.gcd(problem.cols, 16))
+        of_backward = budget.column_pass_registers(plan, problem, device)
         found |= {"register_limit": of_forward if problem.is_forward else of_backward}
     if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
         cols = problem.cols if problem.by_sample else problem.width
-        found |= {"sums": derived.piece_of_partials(cols, problem.acc_dtype.itemsize)._asdict()}
-        found["sums"] |= {"dependent": derived.may_be_dependent(device)}
+        piece, loads, warps = piece_of_partials(cols, problem.acc_dtype.itemsize)
+        found["sums"] = {"cols": piece, "num_loads": loads, "num_warps": warps, "dependent": device.places_dependents}
     return found
 
 
