@@ -19,16 +19,7 @@ from . import budget, limits
 from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
-from .plan import (
-    MAX_BOX_SIDE,
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
-    Plan,
-    RingPlan,
-    WarpSpecializedPlan,
-)
+from .plan import MAX_BOX_SIDE, ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
@@ -182,7 +173,7 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
     return [way for _, way in sorted(found)]
 
 
-def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> RingPlan | None:
+def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> Plan | None:
     rows, stages, warps, cluster = ring.rows_per_tile, ring.num_stages, ring.num_warps, ring.cluster
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
@@ -197,9 +188,7 @@ def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, go
     return _first_within_budget(plans, problem, device, good)
 
 
-def _first_within_budget(
-    plans: Iterable[RingPlan], problem: NormProblem, device: DeviceSpec, good: bool
-) -> RingPlan | None:
+def _first_within_budget(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, good: bool) -> Plan | None:
     """The first ring that fits shared memory, and if it must be `good` does not spill."""
     for plan in plans:
         needed = budget.registers(plan, problem, device) if good else 0
@@ -318,8 +307,8 @@ def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool
     """(chunks of a copy, whether the last chunk has a copy of its own). A copy has room for a power of two of chunks,
     except for that before the tail of a row of whole chunks."""
     room = 1 << (whole_chunks - 1).bit_length()
-    for chunks in powers_of_two(1, room if whole_chunks == num_chunks else 1):
-        yield chunks, False
+    for exponent in range(room.bit_length() if whole_chunks == num_chunks else 1):
+        yield 1 << exponent, False
     if 1 < whole_chunks < num_chunks:
         yield room, True
     elif whole_chunks == num_chunks and room == 2 * (num_chunks - 1) > 2:
@@ -328,9 +317,5 @@ def ways_to_copy(num_chunks: int, whole_chunks: int) -> Iterator[tuple[int, bool
 
 def chunkings(cols: int, smallest: int, most: int) -> list[tuple[int, int]]:
     """(chunk, num_chunks) that cover cols. chunk is a power of two, at least `smallest`; num_chunks at most `most`."""
-    chunks = powers_of_two(smallest, max(smallest, 1 << (cols - 1).bit_length()))
-    return [(chunk, -(-cols // chunk)) for chunk in chunks if -(-cols // chunk) <= most]
-
-
-def powers_of_two(first: int, last: int) -> list[int]:
-    return [1 << exponent for exponent in range((first - 1).bit_length(), last.bit_length())]
+    exponents = range((smallest - 1).bit_length(), 1 + max(smallest - 1, cols - 1).bit_length())
+    return [(1 << each, -(-cols // (1 << each))) for each in exponents if -(-cols // (1 << each)) <= most]

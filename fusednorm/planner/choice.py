@@ -120,21 +120,13 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     way = problem.direction if problem.writes_rows else "sums"
     if problem.form.modulate or device.arch not in BLACKWELL + HOPPER * (way == "sums"):
         return None
-    plans = [_fullest(variant, problem, device) for variant in variants_in_use(device)]
+    plans = [best_plan(variant, problem, device, full=True) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
     most_rows = limits.rows_per_sm_of_ring[way][problem.norm] * device.sm_count
     if ring is None or problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[way]:
         return ((math.inf, portable),), "published"
     few = ((most_rows, portable),) if most_rows and num_passes(portable, problem) == 1 else ()
     return (*few, (math.inf, ring)), "published"
-
-
-def _fullest(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The fastest plan of those that have as many bytes on their way as the device wants, as nvFuser's rings have; if
-    there is none, of all."""
-    plans, least = candidates(variant, problem, device), device.bytes_in_flight_per_sm
-    full = [plan for plan in plans if isinstance(plan, RingPlan) and bytes_on_their_way(plan, problem) >= least]
-    return _fastest(full or plans, problem, device, limits.compared_rows_per_sm[-1])
 
 
 def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
@@ -153,9 +145,13 @@ def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
 
 
 @functools.lru_cache(maxsize=4096)
-def best_plan(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """The candidate of a variant that is predicted to be the fastest for many rows; None if it has no candidate."""
-    return _fastest(candidates(variant, problem, device), problem, device, limits.compared_rows_per_sm[-1])
+def best_plan(variant: str, problem: NormProblem, device: DeviceSpec, full: bool = False) -> Plan | None:
+    """The candidate of a variant that is predicted to be the fastest for many rows; None if it has no candidate. If
+    `full`, one of the rings that have as many bytes on their way as the device wants, as nvFuser's have, if any has."""
+    plans, least = candidates(variant, problem, device), device.bytes_in_flight_per_sm
+    rings = [plan for plan in plans if full and isinstance(plan, RingPlan)]
+    plans = [ring for ring in rings if bytes_on_their_way(ring, problem) >= least] or plans
+    return _fastest(plans, problem, device, limits.compared_rows_per_sm[-1])
 
 
 def _fastest(plans: Iterable[Plan], problem: NormProblem, device: DeviceSpec, rows_per_sm: int) -> Plan | None:
