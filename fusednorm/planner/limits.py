@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 DATA = Path(__file__).parent / "data"
+BUILTINS = {"max": max, "min": min}
 
 
 @functools.cache
@@ -24,7 +25,8 @@ def _compiled(expression: str) -> CodeType:
 
 def value_of(expression: str, known: dict[str, Any], more: dict[str, Any] | None = None) -> Any:
     """Of a Python expression of this package's data, in which names stand for quantities: those of `more`, or else of
-    `known`, to which Python adds its builtins."""
+    `known`, which gets max and min, too."""
+    known.setdefault("__builtins__", BUILTINS)
     return eval(_compiled(expression), known, more)
 
 

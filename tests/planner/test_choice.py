@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +407,13 @@ def test_architectures_before_ampere_run_atens_kernels():
 
 
 # --- Cost of choosing ---
+
+
+def test_a_problem_goes_to_worker_processes_after_it_was_planned():
+    problem = make_gated_sum()
+    choose(problem, MANY_ROWS, H200)
+    pickled = pickle.dumps(problem)
+    assert pickle.loads(pickled) == problem and len(pickled) < 10_000
 
 
 def test_a_choice_made_before_costs_four_python_calls():
