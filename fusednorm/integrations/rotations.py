@@ -1,7 +1,5 @@
-"""Finds rotations (RoPE) of q and k beside their norms in Dynamo's graph, and makes one op of norms and rotations.
-
-    y * cos + cat([-b, a], -1) * sin        a, b the halves of y, which is a norm's result; or that is a norm's x
-    cat([that, rest], -1)                   where y is a norm's first columns and rest are the others
+"""Finds rotations (RoPE, turns.py) of q and k behind or before their norms in Dynamo's graph, and makes one op of norms
+and rotations.
 
 The op, head_norm_fwd, has one launch for both norms and their rotations, and its backward has one, too. Inductor makes
 kernels for each of the two tensors, and reads the gradient of such a concatenation more than once.
@@ -30,17 +28,8 @@ from ..operands import OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
 from .paying import reached
-from .written import (
-    Written,
-    is_cast_to,
-    is_same,
-    kind_of,
-    only_user,
-    other_factor,
-    reads_any,
-    terms_of,
-    value_of,
-)
+from .turns import Turn, find_turn, find_turn_to
+from .written import Written, is_cast_to, is_same, kind_of, only_user, reads_any, uncast, value_of
 
 REASON = "one launch for q, k and their rotations"
 
@@ -51,8 +40,7 @@ class Rotated(NamedTuple):
     norm: Written
     x: Node
     y: Node
-    cos: Node
-    sin: Node
+    turn: Turn
     norm_first: bool
     is_swapped: bool  # dims 1 and 2 of y are x's swapped
     tables_are_swapped: bool  # and those of the tables
@@ -61,11 +49,12 @@ class Rotated(NamedTuple):
     @property
     def settings(self) -> Settings:
         of_form = {name: each for name, each in self.norm.settings.items() if name in Settings._fields}
-        return Settings(layer=self.norm.norm == "layer", norm_first=self.norm_first, **of_form)
+        layer, rotary_dim = self.norm.norm == "layer", self.turn.rotary_dim
+        return Settings(layer=layer, rotary_dim=rotary_dim, norm_first=self.norm_first, **of_form)
 
     @property
     def inputs(self) -> tuple[Node | None, ...]:
-        return self.x, self.norm.weight, self.norm.bias, self.cos, self.sin
+        return self.x, self.norm.weight, self.norm.bias, self.turn.cos, self.turn.sin
 
 
 class Pair(NamedTuple):
@@ -122,7 +111,8 @@ def make_op(graph: Graph, pair: Pair, made: dict[Node, Node]) -> None:
 
     with graph.inserting_before(last):
         inputs = [swap(made.get(each.x, each.x), pair.x_is_swapped) for each in pair.both]
-        tables = [swap(each, pair.tables_are_swapped, value_of(each).dim()) for each in (first.cos, first.sin)]
+        tables = [swap(each, pair.tables_are_swapped, value_of(each).dim()) for each in first.inputs[3:]]
+        tables[1] = call(torch.neg, tables[1]) if first.turn.is_backward else tables[1]
         weights, biases = ([getattr(each.norm, name) for each in pair.both] for name in ("weight", "bias"))
         operands = inputs, weights, biases, *tables, first.norm.eps
         op = call(TORCH_OPS.head_norm_fwd.default, *operands, **first.settings._asdict())
@@ -141,37 +131,40 @@ def _find(norm: Written) -> Rotated | None:
     if value_of(norm.x).dim() != 4:
         return None
     y, is_swapped = _behind_swaps(norm.y)
-    found = _turned(y) or _turned_in_part(y)
-    if not found:
+    users = [user for user in y.users if kind_of(user) != "cast" or user.args[0] is y]  # others read its dtype alone
+    turn = find_turn(users[0] if len(users) == 1 and uncast(users[0]) is y else y)
+    if not turn:
         return _find_before(norm)
-    y, cos, sin = found
-    user = only_user(y)
-    if is_cast_to(user, value_of(norm.x)):
+    y = turn.y
+    while is_cast_to(user := only_user(y), value_of(norm.x)):
         y = user
     y, is_swapped_behind = _behind_swaps(y)
-    return _rotated(norm, norm.x, y, (cos, sin), True, is_swapped != is_swapped_behind, is_swapped_behind)
+    return _rotated(norm, norm.x, y, turn, True, is_swapped != is_swapped_behind, is_swapped_behind)
 
 
 def _find_before(norm: Written) -> Rotated | None:
     """The rotation whose result is a norm's x, and nothing else's."""
     inside = {*reached([norm.y], lambda node: () if node in norm.inputs else node.all_input_nodes)}
     whole, is_swapped = _before_swaps(norm.x)
-    turned = whole.args[0] if kind_of(whole) == "cast" else whole
+    turned = whole
+    while kind_of(turned) == "cast":
+        turned = turned.args[0]
     if not inside.issuperset(norm.x.users) or not (turned is norm.x or only_user(turned)):
         return None
     y, is_swapped_behind = _behind_swaps(norm.y)
     tables_are_swapped = is_swapped != is_swapped_behind
-    for start in {source for each in turned.all_input_nodes for source in each.all_input_nodes}:
-        found = getattr(value_of(start), "ndim", 0) == 4 and (_turned(start) or _turned_in_part(start))
-        if found and found[0] is turned and (whole is turned or is_cast_to(whole, value_of(start))):
-            x, is_swapped_before = _before_swaps(start)
-            return _rotated(norm, x, y, found[1:], False, is_swapped_before != tables_are_swapped, tables_are_swapped)
-    return None
+    turn = find_turn_to(turned)
+    if not turn:
+        return None
+    x, is_swapped_before = _before_swaps(uncast(turn.x))
+    if whole is not turned and not is_cast_to(whole, value_of(x)):
+        return None
+    return _rotated(norm, x, y, turn, False, is_swapped_before != tables_are_swapped, tables_are_swapped)
 
 
-def _rotated(norm: Written, x: Node, y: Node, tables: tuple[Node, Node], *flags: bool) -> Rotated:
+def _rotated(norm: Written, x: Node, y: Node, turn: Turn, *flags: bool) -> Rotated:
     orders = tuple(order for order in (False, True) if _swapped(value_of(y), order).is_contiguous())
-    return Rotated(norm, x, y, *tables, *flags, orders)
+    return Rotated(norm, x, y, turn, *flags, orders)
 
 
 def _before_swaps(y: Node) -> tuple[Node, bool]:
@@ -190,48 +183,17 @@ def _behind_swaps(y: Node) -> tuple[Node, bool]:
     return y, is_swapped
 
 
-def _turned(y: Node) -> tuple[Node, Node, Node] | None:
-    """The rotation of all columns: (result, cos, sin)."""
-    cols, parts = value_of(y).shape[-1], _parts(y)
-    first, second, product = parts.get((0, cols // 2)), parts.get((cols // 2, cols)), parts.get(None)
-    negative = only_user(second)
-    turned = only_user(negative)
-    if len(parts) != 3 or kind_of(negative) != "neg" or not _joins(turned, negative, first):
-        return None
-    turned_product, result = only_user(turned), only_user(product)
-    tables = other_factor(y, product), other_factor(turned, turned_product)
-    summands = terms_of(result, "add") or ()
-    is_sum = {*summands} == {product, turned_product} and only_user(turned_product) is result
-    return (result, *tables) if is_sum and all(isinstance(each, Node) for each in tables) else None
-
-
-def _turned_in_part(y: Node) -> tuple[Node, Node, Node] | None:
-    """The rotation of the first columns, which the rest follows: (result, cos, sin)."""
-    parts = _parts(y)
-    if len(parts) != 2 or None in parts:
-        return None
-    (start, end), (after, stop) = sorted(parts)
-    found = _turned(parts[start, end])
-    if (start, after, stop) != (0, end, value_of(y).shape[-1]) or not found:
-        return None
-    turned, *tables = found
-    rest = parts[after, stop]
-    result = only_user(rest)
-    return (result, *tables) if result is only_user(turned) and _joins(result, turned, rest) else None
-
-
 def _is_taken(pair: Pair) -> bool:
     first, second = pair.both
-    alike = [(each.settings, each.norm.eps, each.is_swapped, each.tables_are_swapped) for each in pair.both]
-    if alike[0] != alike[1] or not is_same(first.cos, second.cos) or not is_same(first.sin, second.sin):
-        return False
-    if V.aot_compilation:
+    alike = [(each.settings, each.turn.is_backward, each.norm.eps, each.is_swapped, each.tables_are_swapped)
+             for each in pair.both]  # fmt: skip
+    if alike[0] != alike[1] or not all(map(is_same, first.inputs[3:], second.inputs[3:])) or V.aot_compilation:
         return False
     if not all(pair.last < user for each in pair.both for user in each.y.users):
         return False
     xs, weights, biases = ([value_of(each.inputs[at]) for each in pair.both] for at in range(3))
     inputs = [_swapped(x, pair.x_is_swapped) for x in xs]
-    tables = [_swapped(value_of(each), pair.tables_are_swapped) for each in (first.cos, first.sin)]
+    tables = [_swapped(value_of(each), pair.tables_are_swapped) for each in first.inputs[3:]]
     heads = Heads(inputs, weights, biases, *tables, first.norm.eps, first.settings)
     try:
         validate("head_norm_fwd", heads)
@@ -269,42 +231,3 @@ def _is_swap(node: Node | None) -> bool:
     return {dim % 4 for dim in (*node.args[1:], *node.kwargs.values())} == {1, 2}
 
 
-def _parts(y: Node) -> dict[tuple[int, int] | None, Node]:
-    """What slices and halves have of y's columns, by (first, end), and another user by None; empty if two are alike."""
-    found, half = [], value_of(y).shape[-1] // 2
-    for user in y.users:
-        if _is_in_halves(user):
-            found += [((half * each.args[1], half * (1 + each.args[1])), each) for each in user.users]
-        else:
-            found.append((_columns(user), user))
-    parts = dict(found)
-    return parts if len(parts) == len(found) else {}
-
-
-def _is_in_halves(node: Node) -> bool:
-    """Whether it is two chunks of columns, of equal size."""
-    given = dict(zip(("input", "chunks", "dim"), node.args, strict=False)) | node.kwargs
-    if kind_of(node) != "chunk" or given["chunks"] != 2 or given.get("dim", 0) not in (-1, 3):
-        return False
-    is_even = value_of(given["input"]).shape[-1] % 2 == 0
-    return is_even and all(kind_of(each) == "getitem" and isinstance(each.args[1], int) for each in node.users)
-
-
-def _columns(node: Node) -> tuple[int, int] | None:
-    """(first, end) of the columns that a slice has, of all rows."""
-    if kind_of(node) != "getitem" or not isinstance(node.args[1], tuple):
-        return None
-    *others, last = node.args[1]
-    cols = value_of(node.args[0]).shape[-1]
-    if others != [...] or not isinstance(last, slice) or last.step not in (None, 1):
-        return None
-    is_known = all(each is None or isinstance(each, int) for each in (last.start, last.stop))
-    return last.indices(cols)[:2] if is_known else None
-
-
-def _joins(node: Node | None, *parts: Node | None) -> bool:
-    """Whether the node has the columns of one part, then those of the next."""
-    if node is None or kind_of(node) != "cat":
-        return False
-    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
-    return tuple(given["tensors"]) == parts and given.get("dim", 0) in (-1, 3)

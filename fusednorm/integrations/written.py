@@ -89,7 +89,7 @@ def find(rstd: Node) -> Written | None:
         return None
     difference = terms_of(h, "sub")
     wide = difference[0] if difference and is_same(_mean(difference[1]), difference[0]) else h
-    x = _uncast(wide)
+    x = uncast(wide)
     (x_hat,) = rstd.users
     factor, norm = other_factor(rstd, x_hat), "rms" if wide is h else "layer"
     if value_of(wide).dtype not in (torch.float32, torch.float64):
@@ -162,8 +162,8 @@ def _weight(factor: Node) -> tuple[Node, float]:
     if kind_of(factor) == "add" and value_of(factor).dtype not in SIXTEEN_BITS:
         weight, offset = _with_number(factor)
         if offset is not None:
-            return _uncast(weight), offset
-    return _uncast(factor), 0.0
+            return uncast(weight), offset
+    return uncast(factor), 0.0
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -240,7 +240,7 @@ def _squared(node: Any) -> Node | None:
     return power[0] if power and power[1] == 2 else None
 
 
-def _uncast(node: Any) -> Any:
+def uncast(node: Any) -> Any:
     """Behind a cast to a dtype that has all numbers of the one before."""
     source = node.args[0] if kind_of(node) == "cast" else None
     before, after = value_of(source), value_of(node)

@@ -71,6 +71,24 @@ def turn_chunks(x, cos, sin):
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
+def turn_backward(x, cos, sin):
+    """As NanoChat's."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((b, -a), -1) * sin
+
+
+def turn_by_halves(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    cos, sin = (table[..., : D // 2] for table in (cos, sin))
+    return torch.cat([a * cos - b * sin, sin * a + b * cos], -1)
+
+
+def turn_halves_backward(x, cos, sin):
+    a, b = x.to(FP32).chunk(2, -1)
+    cos, sin = (table[..., : D // 2] for table in (cos, sin))
+    return torch.cat([a * cos + b * sin, a * (-sin) + b * cos], -1).type_as(x)
+
+
 def turn_in_part(x, cos, sin):
     size = cos.shape[-1]
     return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
@@ -262,10 +280,26 @@ def test_a_norm_of_what_was_rotated_is_found_too():
     assert joined(traced) == (1, 1)
 
 
-def test_halves_may_be_chunks_and_dims_be_named():
+WAYS = [turn_chunks, turn_backward, turn_by_halves, turn_halves_backward]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("attention", [attention, rotated_first], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_to_write_it_is_found(way, attention, dtype):
+    model, given = functools.partial(attention, turn=way, swaps="before"), operands(dtype, table_dtype=dtype)
+    traced = trace(model, rotary=True)
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
+    assert joined(traced) == (1, 1)
+
+
+def test_dims_may_be_named():
     def model(q, k, of_q, of_k, cos, sin):
         q, k = (rms(x, weight).transpose(dim0=1, dim1=2) for x, weight in ((q, of_q), (k, of_k)))
-        return [turn_chunks(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
+        return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
     traced, given = trace(model, rotary=True), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
@@ -285,6 +319,24 @@ def three_chunks(x, cos, sin):
 
 def wrong_sign(x, cos, sin):
     return x * cos - rotate_half(x) * sin
+
+
+def reflected(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    cos, sin = (table[..., : D // 2] for table in (cos, sin))
+    return torch.cat([a * cos + b * sin, a * sin + b * cos], -1)
+
+
+def minus_cos(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    cos, sin = (table[..., : D // 2] for table in (cos, sin))
+    return torch.cat([b * sin - a * cos, b * cos - a * sin], -1)
+
+
+def two_sines(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    cos, sin, other = cos[..., : D // 2], sin[..., : D // 2], sin[..., D // 2 :]
+    return torch.cat([a * cos - b * sin, a * other + b * cos], -1)
 
 
 def wrong_halves(x, cos, sin):
@@ -319,7 +371,7 @@ def trained(x, cos, sin):
     return turn(x, cos, sin)
 
 
-OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled]
+OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled, reflected, minus_cos, two_sines]
 OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained]
 
 
