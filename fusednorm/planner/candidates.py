@@ -44,17 +44,11 @@ class Frame(NamedTuple):
     deep: bool = False
 
 
-@functools.cache
-def _all_frames() -> list[tuple[str, list[Frame]]]:
-    """For which problems they are, and the frames."""
-    return [(each["for"], [Frame(**frame) for frame in each["frames"]]) for each in limits.read("frames")]
-
-
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
     """Of a "ring", a "gated ring", rows in "registers", or "any" rows in registers."""
     known = problem.quantities, {"kind": kind}
-    groups = (frames for of, frames in _all_frames() if limits.value_of(of, *known))
-    return [frame for group in groups for frame in group]
+    groups = [each["frames"] for each in limits.read("frames") if limits.value_of(each["for"], *known)]
+    return [Frame(**frame) for group in groups for frame in group]
 
 
 @functools.lru_cache(maxsize=4096)
