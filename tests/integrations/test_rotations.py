@@ -13,6 +13,7 @@ from cases import BF16, FP32, FP64
 from test_inductor import nothing_is_left  # noqa: F401
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from tracing import calls, cpu_as_cuda, trace  # noqa: F401
 
 import fusednorm
@@ -277,6 +278,29 @@ def test_a_norm_of_what_was_rotated_is_found_too():
     traced, given = trace(again, rotary=True), operands()
     for ours, theirs in zip(results(traced, given), results(again, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (1, 1)
+
+
+def scaled_in_place(*given, swaps):
+    q, k = attention(*given, swaps=swaps)
+    q.mul_(2)
+    k[:, :, 1:] = 0
+    return q, k
+
+
+def checkpointed(*given, swaps):
+    return checkpoint(functools.partial(attention, swaps=swaps), *given, use_reentrant=False)
+
+
+@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+@pytest.mark.parametrize("model", [scaled_in_place, checkpointed], ids=lambda model: model.__name__)
+def test_results_may_be_written_and_made_anew(model, swaps):
+    model, given = functools.partial(model, swaps=swaps), operands(BF16)
+    traced = trace(model, rotary=True)
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs
     assert joined(traced) == (1, 1)
 
 
