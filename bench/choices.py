@@ -44,7 +44,7 @@ WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288
 ROWS = (256, 1024, 2048, 4096, 16384)
 SHAPES = (*SHAPE_SETS["proof"], *(f"{rows}x{cols}" for rows in ROWS for cols in WIDTHS))
 SHOWN = 12  # cells at each end of the table
-# Runs in the other checkout, whose planner may have another name; prints the fields of each plan.
+# Runs in the other checkout, whose planner may have another name; prints each plan, or the fields of an early one.
 ASKED = """
 import json, sys, torch
 from dataclasses import replace
@@ -55,15 +55,19 @@ try:
     from fusednorm.planner.choice import choose
 except ImportError:
     from fusednorm.planner.heuristics import choose
+try:
+    from fusednorm.planner.plan import text_of
+except ImportError:
+    def text_of(plan):
+        numbers = ",".join(str(int(value)) for value in vars(plan).values())
+        return f"{type(plan).__name__.removesuffix('Plan')}({numbers})"
 device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
 for norm, direction, rows, cols, dtype, weights in json.load(sys.stdin):
     weights = DTYPES[weights or dtype]
     case = plain_case(norm, (4, cols), dtype)
     case = replace(case, weight_dtype=weights, bias_dtype=case.bias_dtype and weights)
     problem = sweep.make_call(case, sweep.meta_inputs(case), direction).problem
-    plan = choose(problem, rows, device)
-    numbers = ",".join(str(int(value)) for value in vars(plan).values())
-    print(f"{type(plan).__name__.removesuffix('Plan')}({numbers})")
+    print(text_of(choose(problem, rows, device)))
 """
 
 Cell = tuple[str, str, int, int, str, str]  # norm, direction, rows, cols, dtype, that of the parameters if another

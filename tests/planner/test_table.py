@@ -149,6 +149,12 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
                 assert len(choice.choices(problem, replace(H200, name=shipped.gpu))) <= len(ranges) + 1
 
 
+def test_a_text_may_have_all_values_of_a_plan_that_has_no_rows_in_its_ring():
+    assert from_text(HELD) == from_text(HELD.replace(")", ",0)")) != from_text(HELD.replace(")", ",1)"))
+    with pytest.raises(ValueError, match="is no plan"):
+        from_text(HELD.replace(")", ",0,0)"))
+
+
 def test_a_line_is_json_and_a_table_reads_what_it_wrote(file):
     written(file)
     assert all(json.loads(line) for line in file.read_text().splitlines())
