@@ -45,7 +45,8 @@ ROOT = Path(__file__).parent.parent
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 SOURCES = (
     "fusednorm/planner/data/*.json*",
-    *("kernels/*.py", *(f"fusednorm/{name}.py" for name in ("planner/*", "host/*", "columns/*", "heads/*", "problem"))),
+    *("kernels/*.py", "fusednorm/dtypes.py", "fusednorm/forms.py"),
+    *(f"fusednorm/{room}/*.py" for room in ("planner", "host", "columns", "heads", "problem")),
     *("tests/budgets.py", "tests/column_sums.py", "tests/head_norms.py", "tests/compiling.py", "tests/planning.py"),
 )
 
