@@ -84,12 +84,22 @@ def packed_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tenso
     return rms(q, of_q), rms(k, of_k), v
 
 
-def rotated_heads(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    def turn(x: Tensor) -> Tensor:
-        a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-        return x * cos + torch.cat((-b, a), dim=-1) * sin
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-    return turn(rms(q, of_q).transpose(1, 2)), turn(rms(k, of_k).transpose(1, 2))
+
+def rotated_heads(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+    return turned(rms(q, of_q).transpose(1, 2), *tables), turned(rms(k, of_k).transpose(1, 2), *tables)
+
+
+def heads_rotated_first(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+    return rms(turned(q.transpose(1, 2), *tables), of_q), rms(turned(k.transpose(1, 2), *tables), of_k)
+
+
+def shapes_of_heads(s: Sizes) -> list[Sizes]:
+    """q, k with a quarter of the heads, their weights and the tables."""
+    return [s, (*s[:2], s[2] // 4, s[3]), s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2]
 
 
 CASES: dict[str, Case] = {
@@ -105,10 +115,8 @@ CASES: dict[str, Case] = {
         lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32)
     ),
     "packed_heads": Case(packed_heads, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)),
-    "rotated_heads": Case(
-        rotated_heads, lambda s: [s, (*s[:2], s[2] // 4, s[3]), s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2],
-        (4, 4096, 32, 128), (2, 6, 4, 32), tables=2,
-    ),
+    "rotated_heads": Case(rotated_heads, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), tables=2),
+    "heads_rotated_first": Case(heads_rotated_first, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), tables=2),
     "modulated_layer": Case(
         lambda x, scale, shift: layer(x) * (1 + scale) + shift,
         lambda s: [s, (s[0], 1, s[2]), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32),

@@ -37,8 +37,9 @@ def test_a_case_is_compiled_in_both_ways(without_code_generation):
     assert 'File "bench/graphs.py", line' in records[1]["norms"][-1], "a place within the clone"
 
 
-def test_a_rotation_is_compiled_in_a_way_of_its_own(without_code_generation):
-    records = graphs.measure("rotated_heads", "cpu", rounds=0, tiny=True)
+@pytest.mark.parametrize("case", ["rotated_heads", "heads_rotated_first"])
+def test_a_rotation_is_compiled_in_a_way_of_its_own(case, without_code_generation):
+    records = graphs.measure(case, "cpu", rounds=0, tiny=True)
     ways = {each["way"]: " ".join(each["norms"]) for each in records}
     assert [*ways] == ["stock", "ours", "rotary"] and not any(each["is_worse"] for each in records)
     assert "rotated" in ways["rotary"] and "rotated" not in ways["ours"]
