@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from fusednorm.tools.console import print_table
 
@@ -156,6 +157,8 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
     return [float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs]
 
 
+# Else torch 2.11 copies gradients of results that are not contiguous. In a model, attention's backward is in the graph.
+@functorch_config.patch(guess_tangent_strides_as_outputs=True)
 def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dict]:
     """A record of a case for each way. Without rounds nothing is timed."""
     from fusednorm.integrations import inductor
