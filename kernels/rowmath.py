@@ -108,13 +108,14 @@ def normalize(x, mean, rstd, norm: tl.constexpr):
 @triton.jit
 def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
     """dx from g = dy * w, x, and the row means of g * x_hat and of g. The factors that are constant along a row are
-    gathered. mean_g is subtracted last: where x is the mean, dx is rstd * (g - mean_g) with g as it was summed, and not
-    with the residual of a product dy * w that became part of a multiply-add."""
+    gathered. mean_g is subtracted last: where x is the mean, dx is rstd * (g - mean_g) with g as it was summed. The
+    multiply-add is written out: compilers would take either product of it, dy * w or this one, by what else a kernel
+    computes."""
     of_x = rstd * mean_gx
     if norm.layer:
-        dx = g - (x - mean) * of_x - mean_g
+        dx = tl.fma(mean - x, of_x, g) - mean_g
     else:
-        dx = g - x * of_x
+        dx = tl.fma(-x, of_x, g)
     return dx * rstd
 
 
@@ -122,7 +123,7 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
 def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
     """`input_gradient` where x_hat is held, and x is not. This is exact where that is: x_hat is 0 where x is the mean.
     """
-    dx = g - x_hat * mean_gx
+    dx = tl.fma(-x_hat, mean_gx, g)
     if norm.layer:
         dx -= mean_g
     return dx * rstd
