@@ -39,10 +39,10 @@ def add_pairs(a0, b0, a1, b1):
 
 @gluon.jit
 def row_sum(values, exchange, tile: gl.constexpr):
-    """Sum of [rows, cluster, chunk] over each row, [rows, cluster, 1], and the exchange's state. Every CTA of the
-    cluster gets the sum over all of them."""
+    """Sum of [rows, cluster, chunk] over each row, [rows, cluster], and the exchange's state. Every CTA of the cluster
+    gets the sum over all of them."""
     sums, exchange = sum_over_cluster((gl.sum(values, axis=2),), exchange, tile)
-    return gl.expand_dims(sums[0], 2), exchange
+    return sums[0], exchange
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def sum_of_thread(values):
 
 @gluon.jit
 def row_moments(x, exchange, tile: gl.constexpr):
-    """mean and variance [rows, cluster, 1] of rows without padding (tile.whole), and the exchange's state. Each thread
+    """mean and variance [rows, cluster] of rows without padding (tile.whole), and the exchange's state. Each thread
     finds mean and variance of its own columns in two passes over its registers; one reduction merges both over the
     threads. The merge needs equally many columns in every thread."""
     total = by_thread(x[0], tile)
@@ -105,14 +105,15 @@ def row_moments(x, exchange, tile: gl.constexpr):
     moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
     # The reduction's results are where by_row has them, but in a layout of another name: nothing moves.
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))
-    mean = gl.expand_dims(gl.convert_layout(moments[0], by_row, assert_trivial=True), 2)
-    variance = gl.expand_dims(gl.convert_layout(moments[1], by_row, assert_trivial=True), 2)
+    mean = gl.convert_layout(moments[0], by_row, assert_trivial=True)
+    variance = gl.convert_layout(moments[1], by_row, assert_trivial=True)
     return mean, variance, exchange
 
 
 @gluon.jit
 def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexpr):
-    """Statistics [rows, cluster, 1] of a tile in registers, and the exchange's state."""
+    """Statistics [rows, cluster] of a tile in registers, and the exchange's state. With a dimension more, each would be
+    in as many registers as a thread has adjacent columns, and Triton 3.6 would store each of these."""
     if norm.layer and tile.whole:
         mean, square, exchange = row_moments(x, exchange, tile)
     else:
@@ -122,12 +123,12 @@ def row_statistics(x, cols, eps, exchange, norm: gl.constexpr, tile: gl.constexp
 
 @gluon.jit
 def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
-    """The rows' mean and the mean of (x - mean)^2, [rows, cluster, 1] each, and the exchange's state. RMSNorm's mean is
+    """The rows' mean and the mean of (x - mean)^2, [rows, cluster] each, and the exchange's state. RMSNorm's mean is
     0 and takes no reduction; each of the other values takes one, which also corrects the mean."""
     corrects: gl.constexpr = norm.layer and not sums_equal_elements(x[0].dtype, gl.float32, tile.padded_columns)
     layout: gl.constexpr = tile_layout(tile)
     shape: gl.constexpr = [tile.rows, tile.cluster, tile.chunk]
-    mean = gl.full([tile.rows, tile.cluster, 1], 0.0, gl.float32, layout)
+    mean = gl.full([tile.rows, tile.cluster], 0.0, gl.float32, gl.SliceLayout(2, layout))
     if norm.layer:
         total = gl.full(shape, 0.0, gl.float32, layout)
         for c in gl.static_range(tile.chunks):
@@ -139,7 +140,7 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
     for c in gl.static_range(tile.chunks):
         deviation = x[c].to(gl.float32)
         if norm.layer:
-            deviation -= mean
+            deviation -= gl.expand_dims(mean, 2)
             if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
                 col = gl.expand_dims(columns_of_thread(c, tile), 0)
                 deviation = gl.where(col < cols, deviation, 0.0)
@@ -147,8 +148,7 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
         squares += deviation * deviation
     if corrects:
         sums, exchange = sum_over_cluster(gl.reduce((deviations, squares), 2, add_pairs), exchange, tile)
-        deviations, squares = gl.expand_dims(sums[0], 2), gl.expand_dims(sums[1], 2)
-        mean, variance = corrected_moments(mean, deviations, squares, cols)
+        mean, variance = corrected_moments(mean, sums[0], sums[1], cols)
     else:
         squares, exchange = row_sum(squares, exchange, tile)
         variance = squares / cols
@@ -161,6 +161,7 @@ def store_y(
 ):  # fmt: skip
     """Second pass of the forward: y of the tile at `row`. x has what loads.combine_tiles made of `tiles`; it is stored
     to `rows_out`, which may be None."""
+    mean, rstd = gl.expand_dims(statistics.mean, 2), gl.expand_dims(statistics.rstd, 2)
     if rows_out is not None:
         for t in gl.static_range(len(rows_out)):
             for c in gl.static_range(tile.chunks):
@@ -168,7 +169,7 @@ def store_y(
                 store_chunk(rows_out[t], x[c], row, of_groups(width, tile), width, c, "", tile)
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_with_shared(tiles, held, c, tile)
-        y = normalize(x[c].to(gl.float32), statistics.mean, statistics.rstd, norm)
+        y = normalize(x[c].to(gl.float32), mean, rstd, norm)
         y = norm.form.round_x_hat(y, of_chunk, norm)
         y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
         y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)

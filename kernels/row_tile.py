@@ -247,10 +247,9 @@ def by_row(statistics):
 
 @gluon.jit
 def store_statistics(mean_ptr, rstd_ptr, statistics, row, norm: gl.constexpr, tile: gl.constexpr):
-    """Store statistics [rows, cluster, 1] of the tile at `row`."""
-    cta = gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile))))
-    cta = gl.expand_dims(gl.expand_dims(cta, 0), 2)
-    index = per_row(row_index(row, tile)) + 0 * cta
+    """Store statistics [rows, cluster] of the tile at `row`."""
+    cta = gl.expand_dims(gl.arange(0, tile.cluster, gl.SliceLayout(0, gl.SliceLayout(2, tile_layout(tile)))), 0)
+    index = gl.expand_dims(row_index(row, tile), 1) + 0 * cta
     here = (index >= 0) & (cta == 0)  # every CTA of a cluster has the statistics; the first one stores them
     index = of_groups(index, tile)
     gl.store(rstd_ptr + index, statistics.rstd, mask=here)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from unittest import mock
@@ -123,6 +124,16 @@ class InParallel:
 
 def _do_not_interpret() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # still in time: the functions above import Triton when they are called
+
+
+def statistics_stored(problem: NormProblem, plan: str, device: DeviceSpec) -> int:
+    """How often a thread of a ring's forward stores one of four bytes: y it stores by 16."""
+    from fusednorm.host import launch
+    from fusednorm.tools import compilation
+
+    with mock.patch.object(launch.gpus, "spec_of", lambda _: device):
+        (forward,) = launch.on_tensors(meta_call(problem), from_text(plan)).launches
+    return len(re.findall(r"st\.global\.b32", compilation.compile_for(forward, device.arch).asm["ptx"]))
 
 
 def tiles_read(problem: NormProblem, plan: str, device: DeviceSpec) -> int:

@@ -9,10 +9,11 @@ import column_sums
 import pytest
 from cases import BF16, FP32, make_case
 from column_sums import Sums
-from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of, tiles_read
-from planning import make_gated
+from compiling import ALL_OUTPUTS, DEVICES, compile_case, launch_case, launches_of, statistics_stored, tiles_read
+from planning import make_gated, make_problem
 
 from fusednorm.planner.legality import MAX_RING_ROWS
+from fusednorm.planner.plan import from_text
 
 H200 = DEVICES[90]
 
@@ -61,6 +62,14 @@ def test_a_gated_backward_reads_a_tile_once_where_registers_hold_it(workers, aft
     problem = make_gated("layer", 1024, after=after)
     plans = "Pipelined(2,1024,1,2,4,3,168,0,1,1,0,0,1)", "Pipelined(2,1024,1,2,4,5,96,0,1,1,0,0,1)"
     assert [workers.submit(tiles_read, problem, plan, H200).result() for plan in plans] == [3, 6]
+
+
+@pytest.mark.parametrize("norm, statistics", [("layer", 2), ("rms", 1)])
+@pytest.mark.parametrize("plan", ["Pipelined(1,4096,1,2,4,4,128,1,1,1,1,0)", "Pipelined(2,2048,1,2,4,4,128,1,2,1,1,0)"])
+def test_a_thread_of_a_ring_stores_each_statistic_of_a_row_once(workers, norm, statistics, plan):
+    problem = make_problem(norm, 4096, direction="forward")
+    stored = workers.submit(statistics_stored, problem, plan, H200).result()
+    assert stored == statistics * from_text(plan).rows_per_tile
 
 
 FORM = """
