@@ -21,7 +21,6 @@ from triton.experimental.gluon import language as gl
 from . import partial_sums, passes, ring, row_tile
 from .cluster import join_cluster, leave_cluster, open_exchange, sum_over_cluster
 from .loads import (
-    combine_tiles,
     each_of_group,
     folded,
     load_parameter,
@@ -105,7 +104,7 @@ def forward(
         for t in gl.static_range(len(descs)):
             tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
         tiles = tiles + more
-        x = combine_tiles(tiles, rows_out, inside, tile)
+        x = row_tile.combine_tiles(tiles, held, rows_out, inside, tile)
         statistics, exchange = passes.row_statistics(x, cols, eps, exchange, inside, tile)
         # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
         fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
-from .loads import Statistics, chunk_of, each_of_group, load_statistics, of_groups
+from .loads import Statistics, chunk_of, combine, each_of_group, load_statistics, of_groups
 from .rowmath import snaps, widen
 
 
@@ -217,6 +217,15 @@ def chunk_with_shared(tiles, held, c: gl.constexpr, tile: gl.constexpr):
         if tile.weight_in_smem:
             row = row.load(column_layout(tile))
         chunks = chunks + (gl.expand_dims(row, 0),)
+    return chunks
+
+
+@gluon.jit
+def combine_tiles(tiles, held, rows_out, norm: gl.constexpr, tile: gl.constexpr):
+    """loads.combine of each chunk, of tiles and of what `hold_shared` keeps."""
+    chunks = ()
+    for c in gl.static_range(tile.chunks):
+        chunks = chunks + (combine(chunk_with_shared(tiles, held, c, tile), rows_out, norm),)
     return chunks
 
 

@@ -250,7 +250,8 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
     modulations by row if a sample has few rows, or more rows than a grid's second dimension may have CTAs; if it is of
-    a sum, whose CTAs have no registers to hold them; or if a row's bits must not depend on how many rows there are."""
+    a sum, whose CTAs have no registers to hold them, unless they are wider than x, and slow to read for each row; or if
+    a row's bits must not depend on how many rows there are."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
@@ -262,7 +263,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
     unfit = sample_rows and not limits.least_rows_of_sample <= sample_rows <= MOST_CTAS
-    if is_forward and (unfit or operands.form.combine or invariance.switch.invariance()):
+    wide = any(each is not None and each.element_size() > x.element_size() for _, each in modulations)
+    if is_forward and (unfit or (operands.form.combine and not wide) or invariance.switch.invariance()):
         shared, dims, sample_rows = {}, 0, 0
 
     def read(slot: Slot, value: Any) -> Any:
