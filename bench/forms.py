@@ -1,6 +1,7 @@
 """Times the forms: norms with what surrounds them, forward, backward and both, over a stream kernel.
 
     python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
+    python -m bench.forms --shapes 18432x3072 65536x1152 --forms modulated of_sum_modulated --samples 4 16
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
@@ -17,7 +18,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -315,13 +316,16 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
 
 
 def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
+    """Every combination of the options that a form has."""
+    dtype, residual = DTYPES[options.dtype], DTYPES[options.residual_dtype or options.dtype]
+    dtypes = [DTYPES[name] for name in options.modulation_dtype or [options.dtype]]
     for form, norm, shape in itertools.product(options.forms, options.norms, options.shapes):
-        dtype = DTYPES[options.dtype]
-        residual = DTYPES[options.residual_dtype or options.dtype]
         offset = options.weight_offset if form == "affine" else 0.0
-        modulation = DTYPES[options.modulation_dtype or options.dtype]
-        size = options.group_size if form in ("of_gated", "times_gate") else None
-        yield FormCase(norm, form, *shape.sizes, dtype, residual, offset, options.samples, modulation, size)
+        case = FormCase(norm, form, *shape.sizes, dtype, residual, offset)
+        of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
+        of_samples = itertools.product(options.samples, dtypes) if case.modulations else [(1, dtype)]
+        for size, (samples, of_modulations) in itertools.product(of_groups, of_samples):
+            yield replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -333,9 +337,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_norms_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x, the parameters and gradients")
     parser.add_argument("--residual-dtype", choices=DTYPES, help="of residuals (default: that of x)")
-    parser.add_argument("--samples", type=int, default=4, help="of modulated forms: the rows are theirs (default: 4)")
-    parser.add_argument("--modulation-dtype", choices=DTYPES, help="of scale, shift and gate (default: that of x)")
-    parser.add_argument("--group-size", type=int, help="columns of a group, of norms with a gate (default: a row)")
+    text = "of modulated forms: the rows are theirs (default: 4)"
+    parser.add_argument("--samples", type=int, nargs="+", default=[4], help=text)
+    text = "of scale, shift and gate (default: that of x)"
+    parser.add_argument("--modulation-dtype", nargs="+", choices=DTYPES, help=text)
+    text = "columns of a group, of norms with a gate (default: a row)"
+    parser.add_argument("--group-size", type=int, nargs="+", default=[None], help=text)
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")

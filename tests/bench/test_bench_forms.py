@@ -50,3 +50,11 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     gated = "gated_sum" in form or "gate" in of.rows_in
     assert len(back_reads) == 2 + len(problem.rows_out) + gated and len(back_writes) == 1 + gated + (form == "of_sum")
     assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1
+
+
+def test_options_are_combined_for_forms_that_have_them():
+    text = "--shapes 8x64 --norms rms --forms affine of_gated modulated --samples 2 4 --modulation-dtype bf16 fp32"
+    cases = list(forms.make_cases(forms.parse([*text.split(), "--group-size", "16", "32"])))
+    groups, modulations = cases[:3], [(each.samples, each.modulation_dtype) for each in cases[3:]]
+    assert [(each.form, each.group_size) for each in groups] == [("affine", None), ("of_gated", 16), ("of_gated", 32)]
+    assert modulations == [(2, BF16), (2, FP32), (4, BF16), (4, FP32)]
