@@ -144,7 +144,8 @@ def norm_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def tokens_of(model: Model, device: str) -> Batch:
     ids = torch.randint(len(SPECIAL), model.words, (model.batch, model.length), device=device)
-    return Batch({"input_ids": ids, "labels": ids})
+    labels = ids.clone()  # if they were one tensor here and two in counting_first, the model would be compiled twice
+    return Batch({"input_ids": ids, "labels": labels})
 
 
 def images_of(model: Model, device: str) -> Batch:

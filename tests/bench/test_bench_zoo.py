@@ -74,6 +74,19 @@ def test_gradients_are_those_of_the_first_tokens_or_the_first_sample(name):
     assert not all(torch.allclose(whole[key], norms[key], rtol=0.1) for key in norms)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "vit", "whisper"])
+def test_a_model_is_compiled_once_for_its_gradients_and_for_its_steps(name):
+    """A graph is for its inputs' shapes and strides, and for which of them are one tensor."""
+    spec = MODELS[name].smaller()
+    batch = spec.inputs(spec, "cpu")
+
+    def seen(of) -> list[tuple]:
+        tensors = list(of.arguments.values())
+        return [(each.shape, each.stride(), [each is other for other in tensors]) for each in tensors]
+
+    assert seen(batch.counting_first(7)) == seen(batch)
+
+
 def test_processes_that_take_too_long_or_break_do_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "RESERVE", 0.5)
     limits = {"runs forever": (60, 0.5), "compiles forever": (0.5, 60), "breaks": (60, 60), "works": (60, 60)}
