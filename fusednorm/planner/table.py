@@ -68,9 +68,11 @@ class Table:
 
     def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
         """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. Those with
-        parameters like x, if the table does not know the problem's."""
-        key = Key.of(problem)
-        line = self._line(key if self.knows_parameters(problem) else self._like(key), problem.cols)
+        parameters like x, if the table does not know the problem's; but a forward that holds wide rows is unlike all
+        others (bench/NOTES.md, Forms)."""
+        key, known = Key.of(problem), self.knows_parameters(problem)
+        alone = known or problem.quantities["holds_wide"]
+        line = self._line(key if alone else self._like(key), problem.cols)
         cols, plans = json.loads(line or "[0, []]")
         return cols, tuple((math.inf if most is None else most, text) for most, text in plans)
 

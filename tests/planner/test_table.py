@@ -124,6 +124,17 @@ def test_lines_of_another_release_are_skipped_and_counted(file, line):
     assert "your table" in text and "of its lines are of another release and are skipped" in text
 
 
+@pytest.mark.parametrize("spec", [H100, H200], ids=lambda spec: spec.name)
+def test_lines_of_forwards_that_hold_no_wide_rows_do_not_answer_for_one_that_does(spec):
+    """Its CTAs would live shortly, and load the wide rows anew for every tile: twice the time (bench/NOTES.md)."""
+    for cols, source in ((768, "model"), (3072, "measured")):
+        task = tune.Task("rms", "forward", cols, "bf16", "_of_gated_sum_modulated", modulations="fp32")
+        problem = task.wanted.problem
+        chosen = choice.decide(problem, spec)
+        assert problem.quantities["holds_wide"] and source in chosen.source
+        assert not any(plan.variant == "pipelined" and plan.short_lived for _, plan in chosen.ranges)
+
+
 def test_a_table_of_another_gpu_is_not_used(file):
     written(file, gpu="NVIDIA H100")
     assert table.of_user(MY_GPU.name) == f"{file} was measured on NVIDIA H100"
