@@ -4,7 +4,7 @@
     cat([a * cos - b * sin, b * cos + a * sin], -1)     where cos and sin have half as many columns
     cat([that, rest], -1)                               of x's first columns, where rest are the others
 
-Or with the other signs before sin.
+Each is recognized with the other signs before sin, too.
 """
 
 from __future__ import annotations

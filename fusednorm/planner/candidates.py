@@ -1,9 +1,9 @@
 """candidates(variant, problem, device): the few plans worth considering, all legal and within the budgets.
 
-Frames say what a plan does apart from how it cuts a row: so many warps in so many CTAs on an SM, for tiles of which a
-thread has so many elements, with so many stages. A plan whose chunks are 0 is yet to be cut: so that a row needs the
-fewest copies, then the least padding, then the largest chunk. Which candidate is the fastest is not asked here. The
-frames were chosen from surveys (bench/NOTES.md, "A survey of plan families").
+A frame names the warps of a CTA, the CTAs of an SM, the stages, and how many elements of a tile a thread may have. It
+makes plans whose chunks are 0. Each is then cut: a row gets the fewest copies, then the least padding, then the largest
+chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A survey
+of plan families").
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ class Table:
     skipped: int = 0  # lines of the file that this release cannot read
 
     def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
-        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. Those with
-        parameters like x, if the table does not know the problem's; but a forward that holds wide rows is unlike all
-        others (bench/NOTES.md, Forms)."""
+        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. If the table
+        does not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds
+        wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
         key, known = Key.of(problem), self.knows_parameters(problem)
         alone = known or problem.quantities["holds_wide"]
         line = self._line(key if alone else self._like(key), problem.cols)
@@ -82,14 +82,14 @@ class Table:
         return key.parameters > 0 and self._line(key, problem.cols) is not None
 
     def _like(self, key: Key) -> Key:
-        """That of parameters like x, or if the table has none such, that with the nearest traffic. A backward without
-        dx, which writes no large tensor, is unlike all others."""
+        """The key of parameters like x with the nearest traffic, which is the problem's own if the table has it. A
+        backward without dx, which writes no large tensor, is unlike all others."""
         key = key._replace(parameters=0)
         alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
         return min(alike, key=lambda each: sum(map(abs, map(sub, each.traffic, key.traffic))), default=key)
 
     def _line(self, key: Key, cols: int) -> str | None:
-        """That of the nearest width. None if all are far."""
+        """The line of the nearest width; None if all widths are far."""
         far = {width: abs(math.log2(width / cols)) for width in self.lines.get(key, ())}
         nearest = min(far, key=far.__getitem__, default=None)
         return self.lines[key][nearest] if nearest and far[nearest] <= limits.most_distance else None
