@@ -41,8 +41,9 @@ from .explanation import DTYPES
 from .warm import Wanted, distinct_builds, program, start_workers, wait_for
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
-ROWS_PER_SM = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS_PER_SM = tuple(2**exponent for exponent in range(14))
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
+MOST_NARROW_ELEMENTS = 2**26  # of x with as many rows or more: 2^20 of 64 columns, as heads and groups of columns have
 
 MOST_CANDIDATES = 16  # that are timed of a problem
 ROUNDS, WARMUP_CALLS = 7, 3
@@ -122,7 +123,7 @@ def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
 def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS_PER_SM) -> Iterator[int]:
     """About so many rows per SM: powers of two, as most models have."""
     for rows in (1 << round(math.log2(per_sm * device.sm_count)) for per_sm in rows_per_sm):
-        if rows <= MOST_ROWS and rows * task.cols <= MOST_ELEMENTS:
+        if rows * task.cols <= (MOST_ELEMENTS if rows < MOST_ROWS else MOST_NARROW_ELEMENTS):
             yield rows
 
 

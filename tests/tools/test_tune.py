@@ -20,6 +20,9 @@ TASK = tune.Task("rms", "forward", 4096, "bf16")
 PLANS = tune.plans_of(TASK.wanted.problem, H200)
 
 
+COUNTS = list(tune.row_counts(TASK._replace(cols=1024), H200))
+
+
 def cell(rows_per_sm: int, fastest: int, cols=4096) -> tune.Cell:
     """All candidates take 10 us, and one takes 5."""
     task = TASK._replace(cols=cols)
@@ -34,6 +37,12 @@ def test_a_table_changes_plans_between_the_row_counts_at_which_their_times_cross
     assert key == table.Key.of(make_problem("rms", 4096, direction="forward"))
     (most, first), last = found[4096]
     assert 4 < most < 16 and (first, last) == (text_of(PLANS[0]), (math.inf, text_of(PLANS[1])))
+
+
+@pytest.mark.parametrize(("cols", "most"), [(64, 2**20), (256, 2**18), (1024, 65536), (4096, 32768), (16384, 16384)])
+def test_narrow_rows_are_surveyed_up_to_as_many_as_heads_and_groups_of_columns_have(cols, most):
+    found = list(tune.row_counts(TASK._replace(cols=cols), H200))
+    assert found == [128 << n for n in range(len(found))] and found[-1] == most
 
 
 def ranges_of(cells) -> table.Ranges:
@@ -111,10 +120,10 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, cells=None, out=None)
     assert tune.run_tune(options, lambda: next(seconds)) == 0
     begun = len((tmp_path / "gpu.cells").read_text().splitlines())
-    assert 0 < begun < 4 * len(tune.ROWS_PER_SM)
+    assert 0 < begun < 4 * len(COUNTS)
     options.minutes = 100
     assert tune.run_tune(options, lambda: next(seconds)) == 0
-    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(tune.ROWS_PER_SM)
+    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(COUNTS)
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
 
 
@@ -141,7 +150,7 @@ def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_
         "start 512", "wait 512", "start 1024", "time 512", "wait 1024", "start 2048", "time 1024", "kill 2048"
     ]  # fmt: skip
     known = {(cell.task, cell.rows): cell for cell in cells}
-    assert {cell.task.cols for cell in cells[: len(tune.ROWS_PER_SM)]} == {512} and cells[0].refused
+    assert {cell.task.cols for cell in cells[: len(COUNTS)]} == {512} and cells[0].refused
     left = [cell for cell in tune.measure(tasks[:1], known, H200, lambda: False)]
     assert left == [], "plans that were refused are not tried again"
 
