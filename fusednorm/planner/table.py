@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,11 +81,17 @@ class Table:
         return key.parameters > 0 and self._line(key, problem.cols) is not None
 
     def _like(self, key: Key) -> Key:
-        """The key of parameters like x with the nearest traffic, which is the problem's own if the table has it. A
-        backward without dx, which writes no large tensor, is unlike all others."""
+        """The key of parameters like x with the nearest traffic, which is the problem's own if the table has it: by its
+        large tensors, of which those that are written count more, then by sums and rows that samples share. A backward
+        without dx, which writes no large tensor, is unlike all others."""
         key = key._replace(parameters=0)
+
+        def distance(each: Key) -> tuple[int, int, int]:
+            read, written, sums, shared = (abs(a - b) for a, b in zip(each.traffic, key.traffic, strict=True))
+            return read + written, written, sums + shared
+
         alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
-        return min(alike, key=lambda each: sum(map(abs, map(sub, each.traffic, key.traffic))), default=key)
+        return min(alike, key=distance, default=key)
 
     def _line(self, key: Key, cols: int) -> str | None:
         """The line of the nearest width; None if all widths are far."""

@@ -124,6 +124,23 @@ def test_lines_of_another_release_are_skipped_and_counted(file, line):
     assert "your table" in text and "of its lines are of another release and are skipped" in text
 
 
+@pytest.mark.parametrize(
+    ("norm", "form", "wanted", "others"),
+    [
+        ("layer", "_of_sum_modulated", (3, 1, 2, 0), [(2, 1, 2, 1)]),
+        ("rms", "_of_sum_modulated", (3, 1, 1, 0), [(2, 1, 2, 1), (3, 2, 2, 1)]),
+        ("layer", "_of_sum", (2, 1, 2, 0), [(3, 2, 2, 0)]),
+        ("layer", "_modulated", (2, 1, 2, 0), [(3, 1, 2, 0), (2, 1, 1, 0)]),
+    ],
+)
+def test_lines_of_as_many_large_tensors_answer_in_place_of_those_that_lack(norm, form, wanted, others):
+    problem = tune.Task(norm, "backward", 3072, "bf16", form).wanted.problem
+    key = table.Key.of(problem)
+    for order in ([wanted, *others], [*others, wanted]):
+        known = {key._replace(traffic=each): {3072: f'[3072, [[null, "{each == wanted}"]]]'} for each in order}
+        assert replace(table.shipped()[0], lines=known).lookup(problem) == (3072, ((math.inf, "True"),))
+
+
 @pytest.mark.parametrize("spec", [H100, H200], ids=lambda spec: spec.name)
 def test_lines_of_forwards_that_hold_no_wide_rows_do_not_answer_for_one_that_does(spec):
     """Its CTAs would live shortly, and load the wide rows anew for every tile: twice the time (bench/NOTES.md)."""
