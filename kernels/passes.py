@@ -10,7 +10,6 @@ from .loads import Statistics, combine, of_groups, plus
 from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
-    correction,
     gradient_beside_x_hat,
     input_gradient,
     inverse_std,
@@ -46,21 +45,20 @@ def row_sum(values, exchange, tile: gl.constexpr):
 
 
 @gluon.jit
-def merge_moments(mean_a, variance_a, mean_b, variance_b):
-    """Mean and variance of the union of two sets with equal numbers of elements (Chan, Golub, LeVeque, "Updating
-    formulae and a pairwise algorithm for computing sample variances", 1979)."""
-    distance = 0.5 * (mean_a - mean_b)
-    return 0.5 * (mean_a + mean_b), 0.5 * (variance_a + variance_b) + distance * distance
+def merge_shares(mean_a, variance_a, mean_b, variance_b):
+    """Merges mean / n and variance / n^2 of sets with equal numbers of elements, where n counts the sets that are left:
+    those of the union of two, with n / 2, so that one set's are its mean and variance (Chan, Golub, LeVeque, "Updating
+    formulae and a pairwise algorithm for computing sample variances", 1979). Shares take no halves."""
+    distance = mean_a - mean_b
+    return mean_a + mean_b, 2.0 * (variance_a + variance_b) + distance * distance
 
 
 @gluon.jit
-def merge_exact_moments(mean_a, error_a, variance_a, mean_b, error_b, variance_b):
-    """`merge_moments` of means that are each a rounded mean and what it lacks. Where a mean is thousands of standard
-    deviations, its rounding error is as large as the distance of two means."""
-    distance = 0.5 * ((mean_a - mean_b) + (error_a - error_b))
-    mean = 0.5 * (mean_a + mean_b)
-    error = 0.5 * ((mean_a - mean) + (mean_b - mean) + (error_a + error_b))
-    return mean, error, 0.5 * (variance_a + variance_b) + distance * distance
+def merge_exact_shares(coarse_a, fine_a, variance_a, coarse_b, fine_b, variance_b):
+    """`merge_shares` of means that are each coarse + fine. Where a mean is thousands of standard deviations, its
+    rounding error is as large as the distance of two means; coarse parts have so few bits that their sum is exact."""
+    distance = (coarse_a - coarse_b) + (fine_a - fine_b)
+    return coarse_a + coarse_b, fine_a + fine_b, 2.0 * (variance_a + variance_b) + distance * distance
 
 
 @gluon.jit
@@ -78,30 +76,70 @@ def sum_of_thread(values):
 
 
 @gluon.jit
-def row_moments(x, exchange, tile: gl.constexpr):
-    """mean and variance [rows, cluster] of rows without padding (tile.whole), and the exchange's state. Each thread
-    finds mean and variance of its own columns in two passes over its registers; one reduction merges both over the
-    threads. The merge needs equally many columns in every thread."""
+def first(a, b):
+    return a
+
+
+@gluon.jit
+def some_mean_of_thread(values, tile: gl.constexpr):
+    """[rows, cluster, loads, threads, adjacent columns] -> [rows, cluster, threads]: the mean of a thread's first load.
+    It is summed by halves, which makes it exact where the elements are equal."""
+    by_row: gl.constexpr = [tile.rows, tile.cluster, tile.threads_per_row]
+    total = gl.reduce(values, 2, first)
+    for halved in gl.static_range(1, tile.vector.bit_length()):
+        total = gl.sum(gl.reshape(total, by_row + [tile.vector >> halved, 2]), axis=4)
+    mean = gl.reshape(total, by_row) / tile.vector
+    return gl.convert_layout(mean, gl.SliceLayout(2, gl.SliceLayout(4, values.type.layout)), assert_trivial=True)
+
+
+@gluon.jit
+def shares_of_threads(x, tile: gl.constexpr):
+    """What `merge_shares` merges, in two passes over a thread's registers. The sum of equal elements must be exact."""
+    share: gl.constexpr = 1.0 / tile.threads_per_row
     total = by_thread(x[0], tile)
-    for c in gl.static_range(tile.chunks):
-        if c > 0:
-            total += by_thread(x[c], tile)
+    for c in gl.static_range(1, tile.chunks):
+        total += by_thread(x[c], tile)
     mean = quotient(sum_of_thread(total), tile.columns_per_thread)
     of_thread = gl.expand_dims(gl.expand_dims(mean, 2), 4)
+    squares = gl.zeros_like(total)
+    for c in gl.static_range(tile.chunks):
+        deviation = by_thread(x[c], tile) - of_thread
+        squares += deviation * deviation
+    return mean * share, sum_of_thread(squares) / tile.columns_per_thread * (share * share)
+
+
+@gluon.jit
+def exact_shares_of_threads(x, tile: gl.constexpr):
+    """What `merge_exact_shares` merges, in one pass over a thread's registers: from the deviations from the mean of k
+    of its n columns, which are 0 where all elements are equal. The variance is a difference of two numbers, of which
+    none is more than n / k times as large (Samuelson, "How deviant can you be?", 1968)."""
+    share: gl.constexpr = 1.0 / tile.threads_per_row
+    some_mean = some_mean_of_thread(by_thread(x[0], tile), tile)
+    of_thread = gl.expand_dims(gl.expand_dims(some_mean, 2), 4)
     deviations = by_thread(x[0], tile) - of_thread
     squares = deviations * deviations
-    for c in gl.static_range(tile.chunks):
-        if c > 0:
-            deviation = by_thread(x[c], tile) - of_thread
-            deviations += deviation
-            squares += deviation * deviation
+    for c in gl.static_range(1, tile.chunks):
+        deviation = by_thread(x[c], tile) - of_thread
+        deviations += deviation
+        squares += deviation * deviation
+    distance = sum_of_thread(deviations) / tile.columns_per_thread
+    variance = sum_of_thread(squares) / tile.columns_per_thread - distance * distance
+    # 14 of the 24 bits: the sum over 1024 threads is exact.
+    coarse = (some_mean.to(gl.int32, bitcast=True) & -1024).to(gl.float32, bitcast=True)
+    fine = (some_mean - coarse) + distance
+    return coarse * share, fine * share, gl.where(variance < 0.0, 0.0, variance) * (share * share)
+
+
+@gluon.jit
+def row_moments(x, exchange, tile: gl.constexpr):
+    """mean and variance [rows, cluster] of rows without padding (tile.whole), and the exchange's state. Each thread
+    finds those of its own columns; one reduction merges both over the threads. The merge needs equally many columns in
+    every thread."""
     if sums_equal_elements(x[0].dtype, gl.float32, tile.columns_per_thread):
-        variance = sum_of_thread(squares) / tile.columns_per_thread
-        moments = gl.reduce((mean, variance), 2, merge_moments)
+        moments = gl.reduce(shares_of_threads(x, tile), 2, merge_shares)
     else:
-        error, variance = correction(sum_of_thread(deviations), sum_of_thread(squares), tile.columns_per_thread)
-        mean, error, variance = gl.reduce((mean, error, variance), 2, merge_exact_moments)
-        moments = (mean + error, variance)
+        coarse, fine, variance = gl.reduce(exact_shares_of_threads(x, tile), 2, merge_exact_shares)
+        moments = (coarse + fine, variance)
     moments, exchange = sum_over_cluster(moments, exchange, tile, moments=True)
     # The reduction's results are where by_row has them, but in a layout of another name: nothing moves.
     by_row: gl.constexpr = gl.SliceLayout(2, tile_layout(tile))

@@ -78,20 +78,13 @@ def quotient(total, count):
 
 
 @triton.jit
-def correction(deviations, squares, count):
-    """What a rounded mean lacks, and the variance, from the sums of the `count` deviations from it and of their
-    squares: the corrected two-pass algorithm (Chan, Golub, LeVeque, "Algorithms for computing the sample variance",
-    1983). The corrected mean of equal elements is that element: their deviations, a few ulps at most, are exact."""
+def corrected_moments(mean, deviations, squares, count):
+    """Mean and variance from a rounded mean, the sum of the `count` deviations from it and that of their squares: the
+    corrected two-pass algorithm (Chan, Golub, LeVeque, "Algorithms for computing the sample variance", 1983). The
+    corrected mean of equal elements is that element: their deviations, a few ulps at most, are exact."""
     error = quotient(deviations, count)
     variance = squares / count - error * error
-    return error, tl.where(variance < 0.0, 0.0, variance)
-
-
-@triton.jit
-def corrected_moments(mean, deviations, squares, count):
-    """Mean and variance from a rounded mean, as `correction` finds them."""
-    error, variance = correction(deviations, squares, count)
-    return mean + error, variance
+    return mean + error, tl.where(variance < 0.0, 0.0, variance)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(bytes_of, tensors))
     ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(bytes_of, parameters))
     rows, warps, threads = _round_up(ring, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
-    # The warps of a row exchange up to three float32 per row (moments whose means have what they lack beside them:
+    # The warps of a row exchange up to three float32 per row (moments whose means are in two parts:
     # passes.row_moments), in buffers that some releases size for all CTAs.
     may_be_float32 = problem.x_dtype.itemsize == 4 or problem.form.combine
     merges = problem.is_forward and may_be_float32 and plan.is_whole(problem.cols)

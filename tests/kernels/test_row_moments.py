@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fusednorm.kernels.passes import merge_exact_moments, merge_moments
+from fusednorm.kernels.passes import merge_exact_shares, merge_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
 def merged(row: np.ndarray, parts: int) -> tuple[np.floating, np.floating]:
     """(mean, variance) of a row, merged from its parts by repeated halving, as a reduction in a kernel does."""
-    moments = [(part.mean(), part.var()) for part in np.split(row, parts)]
-    while len(moments) > 1:
-        half = len(moments) // 2
-        moments = [merge_moments.fn(*a, *b) for a, b in zip(moments[:half], moments[half:], strict=True)]
-    return moments[0]
+    share = row.dtype.type(1 / parts)
+    return by_halves([(part.mean() * share, part.var() * share**2) for part in np.split(row, parts)], merge_shares)
+
+
+def by_halves(shares: list[tuple[np.floating, ...]], merge) -> tuple[np.floating, ...]:
+    while len(shares) > 1:
+        half = len(shares) // 2
+        shares = [merge.fn(*a, *b) for a, b in zip(shares[:half], shares[half:], strict=True)]
+    return shares[0]
 
 
 @settings(deadline=None)
@@ -39,18 +43,16 @@ def test_float32_keeps_the_variance_of_a_row_far_from_zero(mean):
 
 
 @pytest.mark.parametrize("mean", [0, 100, -1e4])
-def test_means_with_what_they_lack_keep_all_digits_of_a_row_far_from_zero(mean):
+def test_means_in_two_parts_keep_all_digits_of_a_row_far_from_zero(mean):
     row = (mean + np.random.default_rng(0).standard_normal(4096)).astype(np.float32)
-    moments = []
+    shares = []
     for part in np.split(row.astype(np.float64), 64):
-        rounded = np.float32(part.mean())
-        moments.append((rounded, np.float32(part.mean() - rounded), np.float32(part.var())))
-    while len(moments) > 1:
-        half = len(moments) // 2
-        moments = [merge_exact_moments.fn(*a, *b) for a, b in zip(moments[:half], moments[half:], strict=True)]
-    (rounded, error, variance), exact = moments[0], row.astype(np.float64)
-    assert {each.dtype for each in moments[0]} == {np.dtype(np.float32)}
-    assert float(rounded) + float(error) == pytest.approx(exact.mean(), abs=1e-6)
+        coarse = np.float32(np.float16(part.mean()))
+        fine = np.float32(part.mean() - coarse)
+        shares.append((coarse / np.float32(64), fine / np.float32(64), np.float32(part.var()) / np.float32(64**2)))
+    (coarse, fine, variance), exact = by_halves(shares, merge_exact_shares), row.astype(np.float64)
+    assert {each.dtype for each in (coarse, fine, variance)} == {np.dtype(np.float32)}
+    assert float(coarse) + float(fine) == pytest.approx(exact.mean(), abs=1e-6)
     assert variance == pytest.approx(exact.var(), rel=1e-6)
 
 

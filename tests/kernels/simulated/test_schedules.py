@@ -140,6 +140,17 @@ def test_rstd_of_a_row_whose_mean_is_10000_standard_deviations_loses_no_digits(p
     assert ((mean - exact) / exact).abs().max() < 2**-23
 
 
+@pytest.mark.parametrize("column", [0, 3, 61])
+@pytest.mark.parametrize("problem", [problem for problem in FAR if problem.cols <= 1536], ids=str)
+def test_rstd_of_a_row_with_one_element_beyond_all_others_loses_no_digits(problem, column):
+    x = torch.randn(problem.rows, problem.cols, generator=torch.Generator().manual_seed(0))
+    x[:, column] = 1000.0
+    with simulated("H200", problem.sms), fusednorm.force(problem.variant):
+        _, _, rstd = torch.ops.fusednorm.layer_norm_fwd(x, [problem.cols], None, None, 0.0)
+    variance = x.double().var(1, correction=0, keepdim=True)
+    assert (rstd * variance.sqrt() - 1).abs().max() < 5e-7
+
+
 @pytest.fixture
 def of_size(monkeypatch, size):
     """Of the rings, only those over clusters of this size are planned."""
