@@ -168,7 +168,7 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
     if CASES[name].tables:
-        backends["rotary"] = partial(inductor.compile_graph, options={"rotary": True})
+        backends["apart"] = partial(inductor.compile_graph, options={"rotary": False})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     found, norms = {}, {}
     for way, run in ways.items():

@@ -52,7 +52,7 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, stock: bool = False, rotary: bool = False, **compile_options) -> Traced:
+def trace(model: Callable, stock: bool = False, rotary: bool = True, **compile_options) -> Traced:
     """The model compiled, as one graph by default, with what enable_inductor(rotary=rotary) does to graphs, but without
     code generation. stock: with what Inductor does by itself."""
     traced, options = Traced(), {"fullgraph": True} | compile_options
@@ -60,7 +60,7 @@ def trace(model: Callable, stock: bool = False, rotary: bool = False, **compile_
     return traced
 
 
-def backend_of(traced: Traced, stock: bool = False, rotary: bool = False) -> Callable:
+def backend_of(traced: Traced, stock: bool = False, rotary: bool = True) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)

@@ -122,7 +122,7 @@ def _compiled(model: nn.Module, batch: Batch) -> Way:
     return Way(model, compiled(model, stock_backend()))
 
 
-def _enable_inductor(model: nn.Module, batch: Batch, rotary: bool = False) -> Way:
+def _enable_inductor(model: nn.Module, batch: Batch, rotary: bool = True) -> Way:
     return _under_inductor(Way(model, model), rotary)
 
 
@@ -136,7 +136,7 @@ def _patched_enable_inductor(model: nn.Module, batch: Batch) -> Way:
     return _under_inductor(_patch_model(model, batch))
 
 
-def _under_inductor(way: Way, rotary: bool = False) -> Way:
+def _under_inductor(way: Way, rotary: bool = True) -> Way:
     """What enable_inductor(rotary=rotary) does, for this model alone."""
     from fusednorm.integrations import inductor
 
@@ -159,7 +159,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled patch_model": _patched_compiled,
     "compiled both": _patched_enable_inductor,
     "eager patch_model rotary": partial(_patch_model, rotary=True),
-    "compiled enable_inductor rotary": partial(_enable_inductor, rotary=True),
+    "compiled enable_inductor apart": partial(_enable_inductor, rotary=False),
 }
 
 

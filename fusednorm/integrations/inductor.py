@@ -42,7 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-_rotary = False  # enable_inductor's, the last one given
+_rotary = True  # enable_inductor's, the last one given
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
@@ -52,8 +52,8 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, except for very wide rows.
 
-    With rotary=True, norms of q and k and the rotation (RoPE) by halves that follows both become one op in both
-    directions, head_norm_fwd and head_norm_bwd.
+    Norms of q and k and the rotation (RoPE) by halves that follows both become one op in both directions, head_norm_fwd
+    and head_norm_bwd. With rotary=False they stay apart.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
@@ -62,7 +62,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     it again has no effect but on `rotary`. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self, *, rotary: bool = False) -> None:
+    def __init__(self, *, rotary: bool = True) -> None:
         self._was_enabled, self._was_rotary = _stock_compile_fx is not None, _rotary
         _enable(rotary)
 
@@ -90,7 +90,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None
     enable_inductor's.
     """
     given = dict(options or {})
-    rotary = given.pop("rotary", False)
+    rotary = given.pop("rotary", True)
     settings = _Settings(mode or "default", given, None).config
     compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: rotary)
     with config.patch(settings):
@@ -105,7 +105,7 @@ def _enable(rotary: bool) -> None:
         inductor.compile_fx = _routed(_stock_compile_fx, lambda: _rotary)
 
 
-def _routed(compile_fx: Callable[..., Any], is_rotary: Callable[[], bool] = lambda: False) -> Callable[..., Any]:
+def _routed(compile_fx: Callable[..., Any], is_rotary: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         rotary = is_rotary()

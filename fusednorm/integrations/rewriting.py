@@ -28,7 +28,7 @@ from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory
 Result = TypeVar("Result")
 
 
-def compiled(model: Any, compile: Callable[[], Result], rotary: bool = False) -> Result:
+def compiled(model: Any, compile: Callable[[], Result], rotary: bool) -> Result:
     """What `compile` makes of the model, in whose graphs ops replace the norms that pay and, with `rotary`, those of q
     and k that a rotation follows.
 
@@ -48,7 +48,7 @@ def compiled(model: Any, compile: Callable[[], Result], rotary: bool = False) ->
             each.graph = graph
 
 
-def make_ops(model: Any, left: Container[str] = (), rotary: bool = False) -> dict[GraphModule, Graph]:
+def make_ops(model: Any, left: Container[str], rotary: bool) -> dict[GraphModule, Graph]:
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
     before, marks = {}, (f"{MARK}{number}" for number in itertools.count())

@@ -349,7 +349,7 @@ def rotated_heads(q, k, of_q, of_k, cos, sin):
     return of(q, of_q), of(k, of_k)
 
 
-def test_norms_of_q_and_k_and_their_rotation_are_one_op_if_asked_for():
+def test_norms_of_q_and_k_and_their_rotation_are_one_op():
     torch.manual_seed(0)
     shapes = (2, 300, 8, 128), (2, 300, 2, 128), (128,), (128,)
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
@@ -362,7 +362,7 @@ def test_norms_of_q_and_k_and_their_rotation_are_one_op_if_asked_for():
         dy = [torch.randn(each.shape, device="cuda").to(each.dtype) for each in y]
         return [*y, *torch.autograd.grad(y, leaves, dy)]
 
-    with fusednorm.enable_inductor(rotary=True):
+    with fusednorm.enable_inductor():
         got, codes = run_and_get_code(lambda: results(torch.compile(rotated_heads, fullgraph=True), leaves, tables))
     assert ops_in(codes) == {"head_norm_fwd": 1, "head_norm_bwd": 1}
     wide = [each.detach().double().requires_grad_() for each in leaves]

@@ -141,7 +141,7 @@ def joined(traced):
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
 def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
     model, given = functools.partial(attention, norm=norm, swaps=swaps, each=swaps == "before"), operands()
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     got, want = results(traced, given), results(model, given)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -156,7 +156,7 @@ def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
 @pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
 def test_a_rotation_may_come_before_the_norm(norm, swaps):
     model, given = functools.partial(rotated_first, norm=norm, swaps=swaps), operands()
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     got, want = results(traced, given), results(model, given)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -177,7 +177,7 @@ CASES = [{"table_dtype": BF16}, {"batch": 1}, {"columns": 16}, {"columns": 16, "
 def test_bfloat16_is_as_exact_as_it_was(case, attention):
     model = functools.partial(attention, turn=turn_in_part if case.get("columns") else turn)
     given = operands(BF16, **case)
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     got, stock = results(traced, given), results(model, given)
     wide = [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given]
     exact = results(model, wide)
@@ -189,7 +189,7 @@ def test_bfloat16_is_as_exact_as_it_was(case, attention):
 @pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
 def test_k_may_have_one_head(swaps):
     model, given = functools.partial(attention, swaps=swaps), operands(of_k=1)
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
@@ -211,7 +211,7 @@ def test_tables_may_have_fewer_dims_than_what_they_rotate(dims, swaps):
             normalized = [rms(x, of).transpose(1, 2) for x, of in pairs]
         return tuple(turn(each, cos, sin) for each in normalized)
 
-    traced, given = trace(model, rotary=True), [q, k, *others[2:], cos, sin]
+    traced, given = trace(model), [q, k, *others[2:], cos, sin]
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
     assert joined(traced) == (1, 1)
@@ -222,19 +222,19 @@ def test_results_go_to_the_device_that_the_model_moves_them_to():
         tables = cos.unsqueeze(2), sin.unsqueeze(2)
         return turn(rms(q, of_q), *tables).to("meta"), turn(rms(k, of_k), *tables).to("meta")
 
-    q, k = trace(moved, rotary=True)(*operands())
+    q, k = trace(moved)(*operands())
     assert q.device.type == k.device.type == "meta"
 
 
 def test_all_columns_may_be_rotated_in_part():
-    traced, given = trace(functools.partial(attention, turn=turn_in_part), rotary=True), operands()
+    traced, given = trace(functools.partial(attention, turn=turn_in_part)), operands()
     for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
 
 
 def test_one_graph_serves_any_number_of_tokens():
-    traced = trace(attention, rotary=True)
+    traced = trace(attention)
     for tokens in (6, 9, 5):
         given = operands(tokens=tokens)
         for each, dim in zip(given, (1, 1, None, None, 1, 1), strict=True):
@@ -250,7 +250,7 @@ def test_a_norm_over_a_width_that_varies_stays_as_it_is():
         q, k = (F.rms_norm(x, x.shape[-1:], weight, EPS) for x, weight in ((q, of_q), (k, of_k)))
         return [turn(x, cos.unsqueeze(2), sin.unsqueeze(2)) for x in (q, k)]
 
-    traced, given = trace(model, rotary=True), operands()
+    traced, given = trace(model), operands()
     for each in given:
         torch._dynamo.mark_dynamic(each, each.dim() - 1)
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
@@ -264,7 +264,7 @@ def test_slices_of_one_projection_are_read_in_place():
 
     _, _, *others = operands()
     given = [torch.randn(2, 6, size * D).requires_grad_() for size in (6, 8)] + others
-    traced = trace(of_slices, rotary=True)
+    traced = trace(of_slices)
     for ours, theirs in zip(results(traced, given), results(of_slices, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.clone")
@@ -275,7 +275,7 @@ def test_a_norm_of_what_was_rotated_is_found_too():
         q, k = attention(*given)
         return rms(q, given[2]), k
 
-    traced, given = trace(again, rotary=True), operands()
+    traced, given = trace(again), operands()
     for ours, theirs in zip(results(traced, given), results(again, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
@@ -296,7 +296,7 @@ def checkpointed(*given, swaps):
 @pytest.mark.parametrize("model", [scaled_in_place, checkpointed], ids=lambda model: model.__name__)
 def test_results_may_be_written_and_made_anew(model, swaps):
     model, given = functools.partial(model, swaps=swaps), operands(BF16)
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     got, stock = results(traced, given), results(model, given)
     exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
@@ -312,7 +312,7 @@ WAYS = [turn_chunks, turn_backward, turn_by_halves, turn_halves_backward]
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_to_write_it_is_found(way, attention, dtype):
     model, given = functools.partial(attention, turn=way, swaps="before"), operands(dtype, table_dtype=dtype)
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     got, stock = results(traced, given), results(model, given)
     exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
@@ -325,7 +325,7 @@ def test_dims_may_be_named():
         q, k = (rms(x, weight).transpose(dim0=1, dim1=2) for x, weight in ((q, of_q), (k, of_k)))
         return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
-    traced, given = trace(model, rotary=True), operands()
+    traced, given = trace(model), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
@@ -403,7 +403,7 @@ OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained
 def test_other_code_stays_as_it_is(other):
     model, given = functools.partial(attention, turn=other), operands()
     given[4].requires_grad_(other is trained)
-    traced = trace(model, rotary=True)
+    traced = trace(model)
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (0, 0)
@@ -435,7 +435,7 @@ APART = [tables_of_k, norm_of_k, k_of_q, turned_is_a_result]
 
 @pytest.mark.parametrize("model", APART, ids=lambda model: model.__name__)
 def test_unlike_ones_stay_apart(model):
-    traced, given = trace(model, rotary=True), operands()
+    traced, given = trace(model), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (0, 0)
@@ -448,7 +448,7 @@ def test_models_of_transformers_train_as_before(name, is_patched):
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
     if is_patched:
         fusednorm.patch_model(model)
-    traced = trace(copy.copy(model), rotary=True)
+    traced = trace(copy.copy(model))
     ours = hf_models.loss_and_grads(model, ids, traced)
     hf_models.assert_as_good_as_stock(ours, stock, exact, BF16)
     assert joined(traced) == (2, 2)
@@ -457,7 +457,7 @@ def test_models_of_transformers_train_as_before(name, is_patched):
 
 
 @pytest.mark.parametrize("backend", ["inductor", "fusednorm"])
-def test_it_is_asked_for(backend, monkeypatch):
+def test_it_can_be_left_off(backend, monkeypatch):
     """All of Inductor but its code generation."""
     seen = []
 
@@ -467,14 +467,14 @@ def test_it_is_asked_for(backend, monkeypatch):
 
     monkeypatch.setattr(inductor.inductor, "compile_fx_inner", run_the_graph)
 
-    def run(rotary):
+    def run(**options):
         torch._dynamo.reset()
         if backend == "fusednorm":
-            return results(torch.compile(attention, backend=backend, options={"rotary": rotary}), operands())
-        with fusednorm.enable_inductor(rotary=True), fusednorm.enable_inductor(rotary=rotary):
+            return results(torch.compile(attention, backend=backend, options=options), operands())
+        with fusednorm.enable_inductor(), fusednorm.enable_inductor(**options):
             return results(torch.compile(attention), operands())
 
-    for ours, theirs in zip(run(True), run(False), strict=True):
+    for ours, theirs in zip(run(), run(rotary=False), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert seen == [1, 1, 0, 0]
 
@@ -486,6 +486,6 @@ def test_the_end_of_a_block_restores_what_was_asked_for():
 
     with fusednorm.enable_inductor():
         plain = tag()
-        with fusednorm.enable_inductor(rotary=True):
+        with fusednorm.enable_inductor(rotary=False):
             assert tag() != plain, "caches keep graphs of both apart"
         assert tag() == plain
