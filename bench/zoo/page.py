@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..records import RESULTS, rows_of
 from ..tables import GPUS, source, table
+from .models import MODELS
 
 PICTURE = RESULTS / "zoo.png"
 # The ways that are shown, with a colour; the first is what the others are compared with.
@@ -29,7 +30,7 @@ def records_of_gpus() -> dict[str, list[dict]]:
 def steps_of(records: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
     """The newest step of each model and way that has a time: title -> (way, norms) -> record."""
     models: dict[str, dict[tuple[str, str], dict]] = {}
-    for each in records:
+    for each in sorted(records, key=lambda each: list(MODELS).index(each["model"])):
         if each.get("median_ms"):
             models.setdefault(each["title"], {})[each["way"], each["norms"]] = each
     return models
@@ -64,8 +65,9 @@ def front() -> str:
 
 
 def gains() -> list[float]:
-    """Speed with patch_model over stock norms, both in eager mode, of each model: the least and the most."""
-    found = [ways["eager", "patch_model"]["over_eager"][0] for ways in compared(on_front()).values()]
+    """Speed with patch_model over stock norms, both in eager mode, of transformers' models: the least and the most."""
+    records = [each for each in on_front() if MODELS[each["model"]].library == "transformers"]
+    found = [ways["eager", "patch_model"]["over_eager"][0] for ways in compared(records).values()]
     return [min(found), max(found)]
 
 
