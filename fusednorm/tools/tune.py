@@ -250,7 +250,8 @@ def widths_of(
     cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
 ) -> dict[table.Key, dict[int, table.Ranges]]:
     """For each width the plan of the fastest family, at the row counts that were measured and between them. A single
-    row count says nothing of others."""
+    row count says nothing of others. Of a cell that was measured twice the later times count, and with them the earlier
+    ones of other families, in proportion to the families that have both."""
     found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
     problems: dict[tuple[table.Key, int], NormProblem] = {}
     for cell in cells:
@@ -258,7 +259,10 @@ def widths_of(
         key, at = table.Key.of(problem), {}
         for text, us in sorted(cell.times.items(), key=lambda item: -item[1]):
             at[family_of(from_text(text))] = us, from_text(text)
-        found[key][cell.task.cols].setdefault(cell.rows, {}).update(at)
+        before = found[key][cell.task.cols].setdefault(cell.rows, {})
+        both = at.keys() & before.keys()
+        ratio = statistics.geometric_mean(at[each][0] / before[each][0] for each in both) if both else 1
+        before |= {family: (us * ratio, plan) for family, (us, plan) in before.items()} | at
         problems[key, cell.task.cols] = problem
 
     def ranges(key: table.Key, cols: int) -> table.Ranges:

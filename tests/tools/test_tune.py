@@ -89,6 +89,14 @@ def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width
     assert not any(tune.widths_of([between], H200, table.coefficients(H200)).values())
 
 
+def test_a_later_cell_of_few_plans_leaves_the_others_as_they_were_beside_it():
+    """The second measurement ran on a machine on which all takes half as long."""
+    first = [tune.Cell(TASK, rows, times(6.0, 5.0, 4.8), "") for rows in (1024, 4096)]
+    again = [tune.Cell(TASK, rows, {text_of(PLANS[0]): 3.0, text_of(PLANS[1]): 2.5}, "") for rows in (1024, 4096)]
+    assert ranges_of([*first, *again]) == ((math.inf, text_of(PLANS[2])),)
+    assert ranges_of([*first, tune.Cell(TASK, 4096, times(6.0, 5.0, 9.0), "")])[-1] == (math.inf, text_of(PLANS[1]))
+
+
 def test_a_record_is_read_back_as_the_same_cell():
     wide = cell(4, 2)._replace(task=TASK._replace(weights="fp32"), refused=("MultiWave(1,16384,1,4,1,255,0)",))
     modulated = cell(4, 2)._replace(task=TASK._replace(form="_modulated", modulations="fp32"))
