@@ -115,6 +115,17 @@ def test_nan_is_found():
     assert [each.output for each in findings if each.excess > 1] == ["rstd"]
 
 
+@pytest.mark.parametrize(("mean", "right"), [(torch.nan, True), (torch.inf, True), (0.0, False)])
+def test_the_mean_of_a_row_with_an_infinity_is_no_number(mean, right):
+    def change(outputs, arguments):
+        assert not outputs[1].isfinite().all()
+        outputs[1].nan_to_num_(nan=mean, posinf=mean)
+
+    call = replace(CALL, values=CALL.values | {"x": "inf"}, seed=1)
+    findings = check(call, "cpu", spoiled(change)).findings
+    assert [each.output for each in findings if each.excess > 1] == ([] if right else ["mean"])
+
+
 def test_other_bits_in_a_second_call_are_found():
     with pytest.raises(AssertionError, match="output 0 has other bits in a second call"):
         check(CALL, "cpu", spoiled(lambda outputs, arguments: outputs[0].add_(torch.rand(()) * 1e-6)))

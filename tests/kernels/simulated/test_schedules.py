@@ -151,6 +151,19 @@ def test_rstd_of_a_row_with_one_element_beyond_all_others_loses_no_digits(proble
     assert (rstd * variance.sqrt() - 1).abs().max() < 5e-7
 
 
+@pytest.mark.parametrize("column", [0, 61])
+@pytest.mark.parametrize("problem", [problem for problem in FAR if problem.cols <= 1536], ids=str)
+def test_a_row_with_an_infinity_is_nan_and_others_are_as_without_it(problem, column):
+    x = torch.randn(problem.rows, problem.cols, generator=torch.Generator().manual_seed(0))
+    with simulated("H200", problem.sms), fusednorm.force(problem.variant):
+        want = torch.ops.fusednorm.layer_norm_fwd(x, [problem.cols], None, None, EPS)
+        x[1, column] = torch.inf
+        y, mean, rstd = torch.ops.fusednorm.layer_norm_fwd(x, [problem.cols], None, None, EPS)
+    assert y[1].isnan().all() and rstd[1].isnan().all() and not mean[1].isfinite().any()
+    for got, before in zip((y, mean, rstd), want, strict=True):
+        assert torch.equal(got[0], before[0]) and torch.equal(got[2:], before[2:])
+
+
 @pytest.fixture
 def of_size(monkeypatch, size):
     """Of the rings, only those over clusters of this size are planned."""
