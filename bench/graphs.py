@@ -42,6 +42,7 @@ from .zoo.ways import stock_backend
 
 EPS = 1e-6
 WAYS = {"compiled stock": "stock", "compiled enable_inductor": "ours"}  # in bench.zoo, here
+OTHERS = {"apart": {"rotary": False}, "modulated": {"modulated": True}}  # ways of some cases, with their options
 FACTOR = 1.2  # of the error of stock Inductor
 BF16 = torch.bfloat16
 LEAST = 30  # seconds more than --seconds, for a model that is measured
@@ -57,6 +58,7 @@ class Case(NamedTuple):
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
+    other: str = ""  # a way among OTHERS that is timed, too
     tables: int = 0  # of a rotation, the last tensors
 
 
@@ -103,6 +105,22 @@ def shapes_of_heads(s: Sizes) -> list[Sizes]:
     return [s, (*s[:2], s[2] // 4, s[3]), s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2]
 
 
+def modulated(y: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return y * (1 + scale) + shift
+
+
+def modulated_layer_of_sum(
+    x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = residual + gate * x
+    return modulated(layer(h), scale, shift), h
+
+
+def shapes_of_samples(s: Sizes) -> list[Sizes]:
+    """x, and a scale and a shift that the rows of a sample share."""
+    return [s, *[(s[0], 1, s[2])] * 2]
+
+
 CASES: dict[str, Case] = {
     "one_plus_weight": Case(
         lambda x, weight: rms(x, 1 + weight), lambda s: [s, s[-1:]], (16384, 4096), (16, 32)
@@ -116,15 +134,19 @@ CASES: dict[str, Case] = {
         lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32)
     ),
     "packed_heads": Case(packed_heads, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)),
-    "rotated_heads": Case(rotated_heads, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), tables=2),
-    "heads_rotated_first": Case(heads_rotated_first, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), tables=2),
+    "rotated_heads": Case(rotated_heads, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2),
+    "heads_rotated_first": Case(heads_rotated_first, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2),
     "modulated_layer": Case(
-        lambda x, scale, shift: layer(x) * (1 + scale) + shift,
-        lambda s: [s, (s[0], 1, s[2]), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32),
+        lambda x, *modulations: modulated(layer(x), *modulations), shapes_of_samples, (4, 4608, 3072), (2, 8, 32),
+        "modulated",
     ),
     "modulated_rms": Case(
-        lambda x, scale, shift, weight: rms(x, weight) * (1 + scale) + shift,
-        lambda s: [s, (s[0], 1, s[2]), (s[0], 1, s[2]), s[-1:]], (4, 4608, 3072), (2, 8, 32),
+        lambda x, scale, shift, weight: modulated(rms(x, weight), scale, shift),
+        lambda s: [*shapes_of_samples(s), s[-1:]], (4, 4608, 3072), (2, 8, 32), "modulated",
+    ),
+    "modulated_layer_of_sum": Case(
+        modulated_layer_of_sum, lambda s: [s, *shapes_of_samples(s), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32),
+        "modulated",
     ),
 }  # fmt: skip
 
@@ -167,8 +189,8 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     made = make(name, device, tiny)
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
-    if CASES[name].tables:
-        backends["apart"] = partial(inductor.compile_graph, options={"rotary": False})
+    if other := CASES[name].other:
+        backends[other] = partial(inductor.compile_graph, options=OTHERS[other])
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     found, norms = {}, {}
     for way, run in ways.items():

@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 
 from fusednorm.integrations import folding, rewriting, routing
 
+DEFAULT = rewriting.Joins()
+
 
 @pytest.fixture
 def cpu_as_cuda(monkeypatch):
@@ -52,15 +54,18 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, stock: bool = False, rotary: bool = True, **compile_options) -> Traced:
-    """The model compiled, as one graph by default, with what enable_inductor(rotary=rotary) does to graphs, but without
-    code generation. stock: with what Inductor does by itself."""
+def trace(
+    model: Callable, stock: bool = False, rotary: bool = True, modulated: bool = False, **compile_options
+) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor with these joins does to graphs, but
+    without code generation. stock: with what Inductor does by itself."""
     traced, options = Traced(), {"fullgraph": True} | compile_options
-    traced.model = torch.compile(model, backend=backend_of(traced, stock, rotary), **options)
+    backend = backend_of(traced, stock, rewriting.Joins(rotary, modulated))
+    traced.model = torch.compile(model, backend=backend, **options)
     return traced
 
 
-def backend_of(traced: Traced, stock: bool = False, rotary: bool = True) -> Callable:
+def backend_of(traced: Traced, stock: bool = False, joins: rewriting.Joins = DEFAULT) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -83,7 +88,7 @@ def backend_of(traced: Traced, stock: bool = False, rotary: bool = True) -> Call
         if stock:
             return compile(graph, inputs)
         with routing.decompositions_replaced():
-            return rewriting.compiled(graph, lambda: compile(graph, inputs), rotary)
+            return rewriting.compiled(graph, lambda: compile(graph, inputs), joins)
 
     return backend
 

@@ -122,8 +122,8 @@ def _compiled(model: nn.Module, batch: Batch) -> Way:
     return Way(model, compiled(model, stock_backend()))
 
 
-def _enable_inductor(model: nn.Module, batch: Batch, rotary: bool = True) -> Way:
-    return _under_inductor(Way(model, model), rotary)
+def _enable_inductor(model: nn.Module, batch: Batch, **joins: bool) -> Way:
+    return _under_inductor(Way(model, model), **joins)
 
 
 def _patched_compiled(model: nn.Module, batch: Batch) -> Way:
@@ -136,13 +136,13 @@ def _patched_enable_inductor(model: nn.Module, batch: Batch) -> Way:
     return _under_inductor(_patch_model(model, batch))
 
 
-def _under_inductor(way: Way, rotary: bool = True) -> Way:
-    """What enable_inductor(rotary=rotary) does, for this model alone."""
+def _under_inductor(way: Way, **joins: bool) -> Way:
+    """What enable_inductor(**joins) does, for this model alone."""
     from fusednorm.integrations import inductor
 
     notes = way.norms
     inductor.report(clear=True)
-    way.call = compiled(way.model, partial(inductor.compile_graph, options={"rotary": rotary}))
+    way.call = compiled(way.model, partial(inductor.compile_graph, options=joins))
     way.report = lambda: [*notes, *(f"{count} x {entry}" for entry, count in inductor.report().items())]
     return way
 
@@ -160,6 +160,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled both": _patched_enable_inductor,
     "eager patch_model rotary": partial(_patch_model, rotary=True),
     "compiled enable_inductor apart": partial(_enable_inductor, rotary=False),
+    "compiled enable_inductor modulated": partial(_enable_inductor, modulated=True),
 }
 
 

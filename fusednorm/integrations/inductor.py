@@ -42,7 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-_rotary = True  # enable_inductor's, the last one given
+_joins = rewriting.Joins()  # enable_inductor's, the last ones given
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
@@ -53,25 +53,26 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     with Inductor, which fuses them with their neighbours, except for very wide rows.
 
     Norms of q and k and the rotation (RoPE) by halves that follows both become one op in both directions, head_norm_fwd
-    and head_norm_bwd. With rotary=False they stay apart.
+    and head_norm_bwd. With rotary=False they stay apart. With modulated=True, norm(h) * (1 + scale) + shift becomes one
+    op, too, together with a sum h = residual + gate * x or residual + x.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
-    it again has no effect but on `rotary`. Graphs compiled before stay as they are until torch._dynamo.reset().
+    it again has no effect but on these two. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self, *, rotary: bool = True) -> None:
-        self._was_enabled, self._was_rotary = _stock_compile_fx is not None, _rotary
-        _enable(rotary)
+    def __init__(self, *, rotary: bool = True, modulated: bool = False) -> None:
+        self._was_enabled, self._had_joins = _stock_compile_fx is not None, _joins
+        _enable(rewriting.Joins(rotary, modulated))
 
     def __enter__(self) -> enable_inductor:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._was_enabled:
-            _enable(self._was_rotary)
+            _enable(self._had_joins)
         else:
             disable_inductor()
 
@@ -86,52 +87,54 @@ def disable_inductor() -> None:
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
     """The backend of torch.compile(model, backend="fusednorm"): for this model alone, Inductor as under
-    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"] is
-    enable_inductor's.
+    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"] and
+    options["modulated"] are enable_inductor's.
     """
     given = dict(options or {})
-    rotary = given.pop("rotary", True)
+    joins = rewriting.Joins(**{name: given.pop(name) for name in rewriting.Joins._fields if name in given})
     settings = _Settings(mode or "default", given, None).config
-    compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: rotary)
+    compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: joins)
     with config.patch(settings):
         return compile_fx(graph, inputs, config.patch(settings)(inductor.compile_fx_inner))
 
 
-def _enable(rotary: bool) -> None:
-    global _stock_compile_fx, _rotary
-    _rotary = rotary
+def _enable(joins: rewriting.Joins) -> None:
+    global _stock_compile_fx, _joins
+    _joins = joins
     if _stock_compile_fx is None:
         _stock_compile_fx = inductor.compile_fx
-        inductor.compile_fx = _routed(_stock_compile_fx, lambda: _rotary)
+        inductor.compile_fx = _routed(_stock_compile_fx, lambda: _joins)
 
 
-def _routed(compile_fx: Callable[..., Any], is_rotary: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+def _routed(
+    compile_fx: Callable[..., Any], asked: Callable[[], rewriting.Joins] = rewriting.Joins
+) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
-        rotary = is_rotary()
+        joins = asked()
         routing.note_rms_norms_elsewhere(model_)
-        inner_compile = _compiling(rotary)(inner_compile or inductor.compile_fx_inner)
+        inner_compile = _compiling(joins)(inner_compile or inductor.compile_fx_inner)
         with (
-            _tagged(rotary),
+            _tagged(joins),
             routing.decompositions_replaced(),
             config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass)),
         ):
             return rewriting.compiled(
-                model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs), rotary
+                model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs), joins
             )
 
     return routed
 
 
 @contextlib.contextmanager
-def _compiling(rotary: bool) -> Iterator[None]:
+def _compiling(joins: rewriting.Joins) -> Iterator[None]:
     """The state for compiling a traced graph. A backward may be compiled long after tracing, on autograd's thread."""
-    with _tagged(rotary), routing.decompositions_restored():
+    with _tagged(joins), routing.decompositions_restored():
         yield
 
 
-def _tagged(rotary: bool) -> contextlib.AbstractContextManager:
-    tag, own = torch.compiler.config.cache_key_tag, f"{_tag()}-{int(rotary)}"
+def _tagged(joins: rewriting.Joins) -> contextlib.AbstractContextManager:
+    tag, own = torch.compiler.config.cache_key_tag, f"{_tag()}-{sum(2**at for at, each in enumerate(joins) if each)}"
     return torch.compiler.config.patch(cache_key_tag=tag if own in tag else tag + own)
 
 

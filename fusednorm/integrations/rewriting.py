@@ -1,8 +1,8 @@
-"""Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py, rotations.py).
+"""Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py).
 
-A norm with a rotation behind it becomes an op together with its partner. The forward of any other norm becomes
-Inductor's code again (routing.py). Its backward is one op, too, and stays ours where it pays. Where it does not, the
-norm is traced again as the model wrote it.
+A norm with a rotation behind it becomes an op together with its partner (rotations.py), and a modulated one with what
+modulates it (modulations.py). The forward of any other norm becomes Inductor's code again (routing.py). Its backward is
+one op, too, and stays ours where it pays. Where it does not, the norm is traced again as the model wrote it.
 
 Norms without a rotation are taken if x is contiguous: an op returns contiguous rows, which others than the written ones
 may not be.
@@ -14,23 +14,32 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Container
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.fx import Graph, GraphModule, Node
 
 from ..namespace import TORCH_OPS
-from . import rotations, routing
+from . import modulations, rotations, routing
 from .folding import LeftToInductor
+from .modulations import Modulated
+from .paying import reached
 from .rotations import Pair
 from .routing import MARK
 from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
+
+class Joins(NamedTuple):
+    """What is made one op together with norms."""
+
+    rotary: bool = True  # the rotation beside norms of q and k
+    modulated: bool = False  # what modulates a norm, and the sum before it
+
+
 Result = TypeVar("Result")
 
 
-def compiled(model: Any, compile: Callable[[], Result], rotary: bool) -> Result:
-    """What `compile` makes of the model, in whose graphs ops replace the norms that pay and, with `rotary`, those of q
-    and k that a rotation follows.
+def compiled(model: Any, compile: Callable[[], Result], joins: Joins) -> Result:
+    """What `compile` makes of the model, in whose graphs ops replace the norms that pay, and those that are joined.
 
     What Inductor fuses, and what it keeps in memory, depends on how a gradient is written. So the gradient of a norm
     that stays with Inductor has to be that of the model's own code (bench/NOTES.md, "integrations/written.py").
@@ -38,7 +47,7 @@ def compiled(model: Any, compile: Callable[[], Result], rotary: bool) -> Result:
     left: set[str] = set()
     while True:
         with routing.noting() as forget:
-            before = make_ops(model, left, rotary)
+            before = make_ops(model, left, joins)
             try:
                 return compile()
             except LeftToInductor as norms:
@@ -48,7 +57,7 @@ def compiled(model: Any, compile: Callable[[], Result], rotary: bool) -> Result:
             each.graph = graph
 
 
-def make_ops(model: Any, left: Container[str], rotary: bool) -> dict[GraphModule, Graph]:
+def make_ops(model: Any, left: Container[str], joins: Joins) -> dict[GraphModule, Graph]:
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
     before, marks = {}, (f"{MARK}{number}" for number in itertools.count())
@@ -57,17 +66,20 @@ def make_ops(model: Any, left: Container[str], rotary: bool) -> dict[GraphModule
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
             found = [norm for node in nodes if kind_of(node) in ("rsqrt", "pow") and (norm := find(node))]
             found = [norm for norm in found if not reads_any(written, norm.y, norm.inputs)]
-            called = [norm for node in nodes if rotary and (norm := find_called(node))]
+            called = [norm for node in nodes if any(joins) and (norm := find_called(node))]
             norms = sorted([*found, *called], key=lambda norm: norm.y)
-            pairs = [*rotations.pairs_of(norms, written)] if rotary else []
-            rotated = {of.norm.y for pair in pairs for of in pair.both}
+            pairs = [*rotations.pairs_of(norms, written)] if joins.rotary else []
+            joined = {of.norm.y for pair in pairs for of in pair.both}
+            others = [norm for norm in norms if joins.modulated and norm.y not in joined]
+            modulated = [*modulations.modulated(others, written)]
+            joined |= {of.norm.y for of in modulated}
             marked = [
                 (mark, norm) for norm, mark in zip(found, marks, strict=False)
-                if mark not in left and norm.y not in rotated and value_of(norm.x).is_contiguous()
+                if mark not in left and norm.y not in joined and value_of(norm.x).is_contiguous()
             ]  # fmt: skip
-            if marked or pairs:
+            if marked or joined:
                 before[each] = _copied(each.graph)
-                _make_ops(each, marked, pairs)
+                _make_ops(each, marked, pairs, modulated)
     return before
 
 
@@ -80,8 +92,14 @@ def _copied(graph: Graph) -> Graph:
     return copied
 
 
-def _make_ops(model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair]) -> None:
+def _make_ops(
+    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], modulated: list[Modulated]
+) -> None:
     made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
+    for each in modulated:
+        modulations.make_op(model.graph, each, made)
+        for old in each.replaced:
+            _erase(old)
     for pair in pairs:
         rotations.make_op(model.graph, pair, made)
         for each in pair.both:
@@ -96,7 +114,7 @@ def _make_ops(model: GraphModule, marked: list[tuple[str, Written]], pairs: list
         with model.graph.inserting_after(op):
             y = model.graph.call_function(operator.getitem, (op, 0))
         op.meta = {name: each for name, each in norm.y.meta.items() if name != "example_value"}
-        op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (mark, op.target)]
+        routing.mark(op, mark)
         norm.y.replace_all_uses_with(y)
         made[norm.y] = y
         y.meta = dict(norm.y.meta)
@@ -106,8 +124,10 @@ def _make_ops(model: GraphModule, marked: list[tuple[str, Written]], pairs: list
 
 def _erase(node: Node) -> None:
     """The node, if nothing uses it, and what is then without use. Other code may be there for its side effects."""
-    if not node.users and (kind_of(node) or node.target in BUILT_IN | OURS):
-        inputs = node.all_input_nodes
-        node.graph.erase_node(node)
-        for each in inputs:
-            _erase(each)
+    for each in sorted(reached([node], lambda each: each.all_input_nodes if _is_pure(each) else ()), reverse=True):
+        if not each.users and _is_pure(each):
+            each.graph.erase_node(each)
+
+
+def _is_pure(node: Node) -> bool:
+    return kind_of(node) is not None or node.target in BUILT_IN | OURS

@@ -21,6 +21,7 @@ import torch
 from torch import SymInt
 from torch._inductor import decomposition
 from torch._inductor.virtualized import V
+from torch.fx import Node
 from torch.fx.traceback import get_current_meta
 
 from .. import reference
@@ -74,7 +75,8 @@ class Report(dict[Entry, int]):
 
 _traced: Counter[Entry] = Counter()
 _notes: ContextVar[list[tuple[str | None, Entry]] | None] = ContextVar("fusednorm_notes", default=None)
-MARK = "fusednorm, by hand "  # with a number: the name of a norm's op in source_fn_stack
+# Names of ops in source_fn_stack: with a number, that of a norm by hand; one that replaces more than a norm.
+MARK, JOINED = "fusednorm, by hand ", "fusednorm, joined"
 
 
 def report(*, clear: bool = False) -> Report:
@@ -112,6 +114,15 @@ def noting() -> Iterator[Callable[[Container[str]], None]]:
         yield forget
     finally:
         _notes.reset(token)
+
+
+def mark(op: Node, name: str) -> None:
+    """Name an op of Dynamo's graph in its stack of sources."""
+    op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (name, op.target)]
+
+
+def is_joined(meta: dict[str, Any]) -> bool:
+    return any(name == JOINED for name, _ in meta.get("source_fn_stack") or ())
 
 
 def mark_of(meta: dict[str, Any]) -> str | None:
@@ -198,9 +209,12 @@ class OfAten(Decomposition):
 
 
 class OfOurs(Decomposition):
-    """For our own ops. A call in the user's code stays as it is, except for a forward that Inductor does better."""
+    """For our own ops. A call in the user's code stays as it is, except for a forward that Inductor does better. What
+    was joined stays, too, and is noted already."""
 
     def decompose(self, arguments: dict[str, Any]):
+        if is_joined(get_current_meta()):
+            return NotImplemented
         x, why = arguments["x"], why_inductor(self.op, arguments)
         if why and self.op.direction == FORWARD and x.device.type in DEVICE_TYPES:
             self.note(x, False, why, form_of(self.op, arguments))

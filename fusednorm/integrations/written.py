@@ -83,7 +83,7 @@ def find(rstd: Node) -> Written | None:
     power = [None] if kind_of(rstd) == "rsqrt" else terms_of(rstd, "pow")
     if power and power[-1] not in (None, -0.5) or len(rstd.users) != 1 or not power:
         return None
-    variance, eps = _with_number(rstd.args[0])
+    variance, eps = with_number(rstd.args[0])
     h = _squared(_mean(variance))
     if h is None or eps is None or not value_of(h).dtype.is_floating_point:
         return None
@@ -160,7 +160,7 @@ def _writes(node: Node) -> bool:
 def _weight(factor: Node) -> tuple[Node, float]:
     """(weight, offset) of weight or offset + weight. A sum in 16 bits is a weight itself."""
     if kind_of(factor) == "add" and value_of(factor).dtype not in SIXTEEN_BITS:
-        weight, offset = _with_number(factor)
+        weight, offset = with_number(factor)
         if offset is not None:
             return uncast(weight), offset
     return uncast(factor), 0.0
@@ -209,7 +209,7 @@ def other_factor(factor: Node, product: Node) -> Node | None:
     return operands[operands[0] is factor]
 
 
-def _with_number(node: Any) -> tuple[Any, float | None]:
+def with_number(node: Any) -> tuple[Any, float | None]:
     """The summands of a tensor and a number."""
     operands = terms_of(node, "add") or []
     numbers = [each if isinstance(each, (int, float)) else value_of(each) for each in operands]

@@ -13,7 +13,7 @@ from tracing import Traced, backend_of
 from bench import graphs, neighbours, turns
 from bench.records import save
 from bench.zoo import ways
-from fusednorm.integrations import inductor
+from fusednorm.integrations import inductor, rewriting
 
 cpu_as_cuda = tracing.cpu_as_cuda
 
@@ -24,7 +24,7 @@ def without_code_generation(monkeypatch, cpu_as_cuda):
     stock = torch._dynamo.lookup_backend("aot_eager")
 
     def compile_graph(graph, inputs, options=None):
-        return backend_of(Traced(), **(options or {}))(graph, inputs)
+        return backend_of(Traced(), joins=rewriting.Joins(**(options or {})))(graph, inputs)
 
     for module in (graphs, ways):
         monkeypatch.setattr(module, "stock_backend", lambda: lambda graph, inputs: stock(graph, inputs))
@@ -37,12 +37,13 @@ def test_a_case_is_compiled_in_both_ways(without_code_generation):
     assert 'File "bench/graphs.py", line' in records[1]["norms"][-1], "a place within the clone"
 
 
-@pytest.mark.parametrize("case", ["rotated_heads", "heads_rotated_first"])
-def test_a_rotation_is_compiled_with_its_norms_and_apart_from_them(case, without_code_generation):
-    records = graphs.measure(case, "cpu", rounds=0, tiny=True)
+@pytest.mark.parametrize("case", [name for name, case in graphs.CASES.items() if case.other])
+def test_what_may_be_joined_is_compiled_with_its_norms_and_apart_from_them(case, without_code_generation):
+    records, other = graphs.measure(case, "cpu", rounds=0, tiny=True), graphs.CASES[case].other
     ways = {each["way"]: " ".join(each["norms"]) for each in records}
-    assert [*ways] == ["stock", "ours", "apart"] and not any(each["is_worse"] for each in records)
-    assert "rotated" in ways["ours"] and "rotated" not in ways["apart"]
+    assert [*ways] == ["stock", "ours", other] and not any(each["is_worse"] for each in records)
+    form, joined, apart = ("rotated", "ours", "apart") if other == "apart" else ("modulated", "modulated", "ours")
+    assert form in ways[joined] and form not in ways[apart]
 
 
 def test_a_model_of_the_zoo_is_compiled_in_both_ways(without_code_generation, tmp_path):

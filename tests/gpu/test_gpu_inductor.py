@@ -369,3 +369,28 @@ def test_norms_of_q_and_k_and_their_rotation_are_one_op():
     exact = results(rotated_heads, wide, [each.double() for each in tables])
     for ours, theirs, want in zip(got, results(rotated_heads, leaves, tables), exact, strict=True):
         assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)
+
+
+def block(x, residual, scale, shift, gate):
+    """As diffusers' FLUX has it."""
+    h = residual + gate[:, None] * x
+    return F.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale[:, None]) + shift[:, None], h
+
+
+def test_a_modulated_norm_and_the_sum_before_it_are_one_op_if_asked_for():
+    torch.manual_seed(0)
+    shapes = *[(2, 300, 1536)] * 2, *[(2, 1536)] * 3
+    leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
+
+    def results(call, leaves):
+        outputs = call(*leaves)
+        torch.manual_seed(1)
+        grads = [torch.randn(each.shape, device="cuda").to(each.dtype) for each in outputs]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+    with fusednorm.enable_inductor(modulated=True):
+        got, codes = run_and_get_code(lambda: results(torch.compile(block, fullgraph=True), leaves))
+    assert ops_in(codes) == {"layer_norm_fwd_of_gated_sum_modulated": 1, "layer_norm_bwd_modulated": 1}
+    exact = results(block, [each.detach().double().requires_grad_() for each in leaves])
+    for ours, theirs, want in zip(got, results(block, leaves), exact, strict=True):
+        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)

@@ -481,7 +481,7 @@ def test_it_can_be_left_off(backend, monkeypatch):
 
 def test_the_end_of_a_block_restores_what_was_asked_for():
     def tag():
-        with inductor._tagged(inductor._rotary):
+        with inductor._tagged(inductor._joins):
             return torch.compiler.config.cache_key_tag
 
     with fusednorm.enable_inductor():

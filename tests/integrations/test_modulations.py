@@ -1,0 +1,302 @@
+"""Modulated norms of diffusion transformers in the graphs of torch.compile: found as one op, with the same results."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from cases import BF16, FP32, FP64
+from test_inductor import nothing_is_left  # noqa: F401
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from tracing import calls, cpu_as_cuda, trace  # noqa: F401
+
+from bench.graphs import errors
+from fusednorm.integrations import inductor, modulations
+from fusednorm.operands import OPS
+from fusednorm.planner.device import H200
+
+pytestmark = [pytest.mark.usefixtures("cpu_as_cuda", "nothing_is_left"), pytest.mark.filterwarnings("error:erase_node")]
+C, EPS = 32, 1e-6
+
+
+def layer(x, weight):
+    return F.layer_norm(x, (C,), eps=EPS)
+
+
+def layer_with_weight(x, weight):
+    weight = weight.to(x.dtype)
+    return F.layer_norm(x, (C,), weight, weight, EPS)
+
+
+def rms(x, weight):
+    return F.rms_norm(x, (C,), weight, EPS)
+
+
+def rms_by_hand(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * h.to(x.dtype)
+
+
+def layer_by_hand(x, weight):
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+NORMS = {"layer": [layer, layer_with_weight, layer_by_hand], "rms": [rms, rms_by_hand]}
+EVERY = [norm for norms in NORMS.values() for norm in norms]
+
+
+def dit(h, scale, shift, norm):
+    return norm(h) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def sd3(h, scale, shift, norm):
+    return shift[:, None] + norm(h) * (scale[:, None] + 1)
+
+
+def wan(h, scale, shift, norm):
+    return (norm(h.float()) * (1 + scale[:, None].float()) + shift[:, None].float()).type_as(h)
+
+
+def z_image(h, scale, shift, norm):
+    return norm(h) * (1 + scale.unsqueeze(1))
+
+
+WRITTEN = [dit, sd3, wan, z_image]
+
+
+def no_sum(x, residual, gate):
+    return residual
+
+
+def plain_sum(x, residual, gate):
+    return residual + x
+
+
+def gated_sum(x, residual, gate):
+    return residual + gate.unsqueeze(1) * x
+
+
+def gated_sum_of_wan(x, residual, gate):
+    return (residual.float() + x * gate[:, None].float()).type_as(residual)
+
+
+SUMS = {"": no_sum, "of_sum": plain_sum, "of_gated_sum": gated_sum, "of_gated_sum ": gated_sum_of_wan}
+
+
+def block(x, residual, scale, shift, gate, weight, norm=layer, written=dit, summed=gated_sum):
+    """(y, h): h is used again, as a residual stream is."""
+    h = summed(x, residual, gate)
+    return written(h, scale, shift, functools.partial(norm, weight=weight)), h * 2
+
+
+def operands(dtype=FP32, of=FP32, tokens=6, samples=2):
+    torch.manual_seed(0)
+    rows = [torch.randn(samples, tokens, C).to(dtype) for _ in range(2)]
+    modulations = [torch.randn(samples, C).to(of) for _ in range(3)]
+    return [each.requires_grad_() for each in (*rows, *modulations, torch.randn(C).to(dtype))]
+
+
+def results(function, given):
+    """The outputs, and all gradients; zeros where there is none."""
+    outputs = function(*given)
+    torch.manual_seed(1)
+    dys = [torch.randn(each.shape, dtype=FP64).to(each.dtype) for each in outputs]
+    grads = torch.autograd.grad(outputs, given, dys, allow_unused=True)
+    return [*(each.detach() for each in outputs), *(g if g is not None else g_of * 0 for g, g_of in zip(grads, given))]  # noqa: B905
+
+
+def ops_in(graph):
+    found = [str(node.target).removesuffix(".default") for node in graph.graph.nodes if node.op == "call_function"]
+    return [name for name in found if name.startswith("fusednorm.")]
+
+
+def assert_is_one_op(traced, norm, of):
+    kind = next(kind for kind, norms in NORMS.items() if norm in norms)
+    of = of.strip() and f"{of.strip()}_"
+    assert ops_in(traced.forward) == [f"fusednorm.{kind}_norm_fwd_{of}modulated"]
+    assert ops_in(traced.backward) == [f"fusednorm.{kind}_norm_bwd_modulated"]
+
+
+@pytest.mark.parametrize("of", SUMS)
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("norm", EVERY, ids=lambda each: each.__name__)
+def test_norm_modulation_and_sum_are_one_op_in_both_directions(norm, written, of):
+    model, given = functools.partial(block, norm=norm, written=written, summed=SUMS[of]), operands()
+    traced = trace(model, modulated=True)
+    got, want = results(traced, given), results(model, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert [each.stride() for each in got] == [each.stride() for each in want]
+    assert_is_one_op(traced, norm, of)
+    form = f"{of.strip()} modulated".strip().replace("_", " ")
+    told = sorted((entry.direction, entry.form, entry.taken, count) for entry, count in inductor.report().items())
+    assert told == [("backward", form, True, 1), ("forward", form, True, 1)], "once"
+
+
+@pytest.mark.parametrize("of", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("summed", SUMS.values(), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("norm", EVERY, ids=lambda each: each.__name__)
+def test_bfloat16_is_as_exact_as_it_was(norm, summed, of):
+    written = wan if of == FP32 else dit
+    summed = gated_sum_of_wan if summed is gated_sum and of == FP32 else summed
+    model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands(BF16, of, tokens=64)
+    traced = trace(model, modulated=True)
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
+    assert [each.dtype for each in got] == [each.dtype for each in stock] and len(ops_in(traced.forward)) == 1
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: each.__name__)
+def test_a_sum_may_be_of_use_to_the_norm_alone(written):
+    def model(x, residual, scale, shift, gate, weight):
+        return [written(gated_sum(x, residual, gate), scale, shift, functools.partial(layer, weight=None))]
+
+    traced, given = trace(model, modulated=True), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_is_one_op(traced, layer, "of_gated_sum")
+
+
+def test_modulations_may_be_of_tokens_and_of_all_samples():
+    def model(x, residual, scale, shift, gate, weight):
+        h = residual + x * gate
+        return layer(h, None) * (1 + scale) + shift, h
+
+    for shape in ((2, 6, C), (2, 1, C), (1, 1, C)):
+        given = operands()
+        given[2:5] = [torch.randn(shape).requires_grad_() for _ in range(3)]
+        traced = trace(model, modulated=True)
+        for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert_is_one_op(traced, layer, "of_gated_sum")
+
+
+def stream(x, residual, scale, shift, gate, weight):
+    """Two blocks, whose modulations are slices of one table, made after the first sum."""
+    for _ in range(2):
+        table = torch.stack([scale, shift, gate], 1) * residual.mean((1, 2))[:, None, None]
+        scales, shifts, gates = table.chunk(3, 1)
+        x = layer(residual, None) * (1 + scales) + shifts
+        residual = residual + gates * x.tanh()
+        table = table.sin()
+        x = layer(residual, None) * (1 + table[:, 0, None]) + table[:, 1, None]
+        residual = residual + table[:, 2, None] * x.sin()
+    return residual, x
+
+
+@pytest.mark.parametrize("around", [stream, lambda *given: checkpoint(stream, *given, use_reentrant=False)])
+def test_a_stream_of_blocks_trains_as_before(around):
+    traced, given = trace(around, modulated=True), operands(FP64)
+    got, want = results(traced, given), results(stream, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len([name for name in ops_in(traced.backward) if "bwd" in name]) == 4
+
+
+def test_one_graph_serves_any_number_of_rows_and_samples():
+    traced = trace(block, modulated=True)
+    for tokens, samples in ((6, 2), (9, 3), (5, 4)):
+        given = operands(tokens=tokens, samples=samples)
+        for each in given[:5]:
+            torch._dynamo.mark_dynamic(each, 0)
+        for each in given[:2]:
+            torch._dynamo.mark_dynamic(each, 1)
+        for ours, theirs in zip(results(traced, given), results(block, given), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_is_one_op(traced, layer, "of_gated_sum")
+
+
+def used_twice(h, scale, shift, norm):
+    y = norm(h)
+    return y * (1 + scale[:, None]) + shift[:, None] + y.mean()
+
+
+def two_plus(h, scale, shift, norm):
+    return norm(h) * (2 + scale[:, None]) + shift[:, None]
+
+
+def no_plus(h, scale, shift, norm):
+    return norm(h) * scale[:, None] + shift[:, None]
+
+
+def by_column(h, scale, shift, norm):
+    return norm(h) * (1 + scale[0]) + shift[0]
+
+
+def by_place(h, scale, shift, norm):
+    """Rows of all samples share a row: its sum is over rows that are not next to each other."""
+    return norm(h) * (1 + scale.mean(0) * h.detach().mean((0, 2))[None, :, None]) + shift[:, None]
+
+
+def written_over(h, scale, shift, norm):
+    y = norm(h)
+    y.mul_(2)
+    return y * (1 + scale[:, None]) + shift[:, None]
+
+
+def narrowed(h, scale, shift, norm):
+    return (norm(h) * (1 + scale[:, None]) + shift[:, None]).half()
+
+
+OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)
+def test_other_code_stays_as_it_is(other):
+    model, given = functools.partial(block, written=other), operands()
+    traced = trace(model, modulated=True)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert not any("modulated" in name for name in ops_in(traced.forward) + ops_in(traced.backward))
+
+
+def test_a_result_may_be_narrower():
+    model, given = functools.partial(block, written=narrowed), operands()
+    traced = trace(model, modulated=True)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-3)
+
+
+def h_is_written_over(x, residual, scale, shift, gate, weight):
+    h = residual + gate[:, None] * x
+    h.mul_(2)
+    return dit(h, scale, shift, functools.partial(layer, weight=None)), h
+
+
+def a_scale_of_h(x, residual, scale, shift, gate, weight):
+    h = residual + gate[:, None] * x
+    y = layer(h, None) * (1 + h.mean(1, keepdim=True)) + shift[:, None]
+    return y, h
+
+
+@pytest.mark.parametrize("model", [h_is_written_over, a_scale_of_h], ids=lambda each: each.__name__)
+def test_what_cannot_wait_for_the_modulation_is_no_part_of_the_op(model):
+    traced, given = trace(model, modulated=True), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert not any("sum" in name for name in ops_in(traced.forward))
+
+
+KERNELS = [(BF16, (4, 1), 3072, True), (FP32, (4, 1), 3072, True), (BF16, (4, 512), 3072, True)]
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if "fwd" in name and name.endswith("_modulated")])
+@pytest.mark.parametrize("of, batch, cols, has", [*KERNELS, (BF16, (4, 1), 2**17, False)])
+def test_there_must_be_kernels_in_both_directions(op, of, batch, cols, has):
+    rows = {name: torch.empty(4, 512, cols, dtype=BF16, device="meta") for name in ("x", "residual")}
+    modulations_ = {name: torch.empty(*batch, cols, dtype=of, device="meta") for name in ("scale", "shift", "gate")}
+    given = {name: each for name, each in (rows | modulations_).items() if OPS[op].slot(name)}
+    assert modulations.has_kernels(OPS[op], given | {"normalized_shape": [cols], "eps": EPS}, H200) == has
+
+
+def test_without_being_asked_for_norms_stay_apart():
+    traced = trace(block)
+    results(traced, operands())
+    assert not calls(traced.forward, "fusednorm.layer_norm_fwd_of_gated_sum_modulated")
