@@ -217,7 +217,7 @@ def judged(call: Call, arguments: dict[str, Any], got: Said, seed: int, device: 
     judges: list[Judge | None] = []
     for outputs in passes(lambda: formula(call, arguments), seed, device):
         if not judges:
-            judges = [given and Judge(*given, call.is_backward or given[0] == "mean") for given in _paired(call, got, outputs)]
+            judges = [given and Judge(*given, call.is_backward) for given in _paired(call, got, outputs)]
         else:
             for judge, others in zip(judges, outputs, strict=True):
                 if judge is not None:
@@ -262,13 +262,14 @@ class Judge:
     Where the passes are finite numbers, the output is near them. Where they leave the dtype's range, it is of a kind
     that one of them has: a number, NaN, inf or -inf; any number lies between inf and -inf. Where they disagree on that
     (rstd of denormal numbers with eps 0 is beyond float32), inf and NaN are as good as each other, as they are in ATen.
-    So they are where inf - inf `depends` on the order of a sum: in a gradient, and in a mean, to which the mean of the
+    So they are where inf - inf depends on the order of a sum: in a gradient, and in a mean, to which the mean of the
     deviations from it is added, or from that of some elements."""
 
-    def __init__(self, name: str, got: Tensor, exact: Tensor, depends: bool):
+    def __init__(self, name: str, got: Tensor, exact: Tensor, is_gradient: bool):
         assert got.shape == exact.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(exact.shape)}"
         assert got.is_contiguous(), f"{name} has strides {got.stride()}"
-        self.name, self.got, self.exact, self.depends = name, got, exact, depends
+        self.name, self.got, self.exact = name, got, exact
+        self.subtracts_infinities = is_gradient or name == "mean"
         self.missed = torch.zeros_like(exact)  # by all passes together
         self.seen = kinds(exact.to(got.dtype))
 
@@ -294,7 +295,7 @@ class Judge:
         """Of each element, as a multiple of its bound."""
         finite = self.seen == NUMBER
         disagree = (self.seen & NUMBER != 0) & ~finite
-        if self.depends:
+        if self.subtracts_infinities:
             disagree |= self.seen & NOT_A_NUMBER != 0
         allowed = torch.where(disagree, self.seen | NOT_A_NUMBER, self.seen)
         allowed = torch.where(self.seen & INFINITE == INFINITE, allowed | NUMBER, allowed)
