@@ -140,8 +140,11 @@ def describe_table(name: str, spec: DeviceSpec) -> Finding:
     text = f"{whose} of {found.gpu}, {found.date}, Triton {found.triton}"
     if found.skipped:
         return Finding("note", "plans", f"{text}; {found.skipped} of its lines are of another release and are skipped")
-    same = found.gpu == name
-    return Finding("ok" if same else "note", "plans", text + ("" if same else f"; {name} has none of its own"))
+    faults = [] if found.gpu == name else [f"{name} has none of its own"]
+    if tuple(map(int, found.triton.split(".")[:2])) != spec.triton:
+        faults.append(f"Triton {'.'.join(map(str, spec.triton))} may make another plan the fastest")
+    advice = ["python -m fusednorm tune measures anew"] if faults else []
+    return Finding("note" if faults else "ok", "plans", "; ".join([text, *faults, *advice]))
 
 
 def check_compiler() -> list[Finding]:

@@ -165,7 +165,8 @@ def test_a_profile_counts_launches_and_bytes_by_what_they_are_for():
 
 def zoo_record(norms: str, ms: float | None, way: str = "eager", **more) -> dict:
     times = {"median_ms": ms, "over_eager": [40 / ms, 0.01]} if ms else {}
-    return MACHINE | {"bench": "zoo", "model": "llama", "title": "Llama 3 8B", "way": way, "norms": norms} | times | more
+    of_run = {"bench": "zoo", "model": "llama", "title": "Llama 3 8B", "way": way, "norms": norms}
+    return MACHINE | of_run | times | more
 
 
 def test_the_page_shows_the_newest_steps_of_each_model(tmp_path):

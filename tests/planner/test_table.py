@@ -112,6 +112,16 @@ OF_ANOTHER_RELEASE = [
 ]
 
 
+@pytest.mark.parametrize(("release", "status"), [((3, 6), "ok"), ((3, 9), "note")])
+def test_a_table_that_was_measured_with_another_triton_is_used_and_told(file, release, status):
+    written(file)
+    spec, problem = replace(MY_GPU, triton=release), make_problem(cols=4096)
+    found = doctor.describe_table(MY_GPU.name, spec)
+    assert choice.choose(problem, 100, spec) == from_text(ALONE)
+    assert found.status == status
+    assert ("Triton 3.9 may make another plan the fastest; python -m fusednorm tune" in found.text) == (status == "note")
+
+
 @pytest.mark.parametrize("line", OF_ANOTHER_RELEASE)
 def test_lines_of_another_release_are_skipped_and_counted(file, line):
     written(file)
