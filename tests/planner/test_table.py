@@ -118,8 +118,8 @@ def test_a_table_that_was_measured_with_another_triton_is_used_and_told(file, re
     spec, problem = replace(MY_GPU, triton=release), make_problem(cols=4096)
     found = doctor.describe_table(MY_GPU.name, spec)
     assert choice.choose(problem, 100, spec) == from_text(ALONE)
-    assert found.status == status
-    assert ("Triton 3.9 may make another plan the fastest; python -m fusednorm tune" in found.text) == (status == "note")
+    told = "Triton 3.9 may make another plan the fastest; python -m fusednorm tune" in found.text
+    assert (found.status, told) == (status, status == "note")
 
 
 @pytest.mark.parametrize("line", OF_ANOTHER_RELEASE)
