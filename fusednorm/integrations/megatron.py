@@ -22,6 +22,7 @@ from .. import modules
 
 NORMS = {"LayerNorm": modules.LayerNorm, "RMSNorm": modules.RMSNorm}
 ZERO_CENTERED = {"LayerNorm": modules.AffineLayerNorm, "RMSNorm": modules.AffineRMSNorm}
+WITH_RESIDUAL = {"LayerNorm": modules.AddLayerNorm, "RMSNorm": modules.AddRMSNorm}
 MEGATRONS = (FusedLayerNorm, TENorm, WrappedTorchNorm)
 
 Spec = TypeVar("Spec")
@@ -31,30 +32,42 @@ class Norm:
     """Makes a fusednorm.LayerNorm or RMSNorm, as config.normalization says. It is a class because a spec must name one.
 
     Under config.layernorm_zero_centered_gamma the norm is an AffineLayerNorm or AffineRMSNorm that multiplies by
-    1 + weight, in float32. Under config.sequence_parallel the parameters are marked, so that Megatron adds up their
-    gradients over the ranks of tensor parallelism. Raises ValueError if the config asks for what these norms do not do.
+    1 + weight, in float32. With has_residual it is an AddLayerNorm or AddRMSNorm, which returns its input as well: its
+    backward adds the gradients of both outputs in one kernel. Under config.sequence_parallel the parameters are marked,
+    so that Megatron adds up their gradients over the ranks of tensor parallelism. Raises ValueError if the config asks
+    for what these norms do not do.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False, **_: Any
+    ) -> nn.Module:
         if config.normalization not in NORMS:
             raise ValueError(f"fusednorm: normalization must be one of {sorted(NORMS)}, got {config.normalization!r}")
         if config.memory_efficient_layer_norm:
             raise ValueError("fusednorm: memory_efficient_layer_norm must be False, got True; Apex's norms have it")
-        if config.layernorm_zero_centered_gamma:
-            norm = ZERO_CENTERED[config.normalization](hidden_size, eps, weight_offset=1.0)
+        if has_residual or config.layernorm_zero_centered_gamma:
+            kind = (WITH_RESIDUAL if has_residual else ZERO_CENTERED)[config.normalization]
+            norm = kind(hidden_size, eps, weight_offset=float(config.layernorm_zero_centered_gamma))
         else:
             norm = NORMS[config.normalization](hidden_size, eps=eps)
-        norm.returns_residual = False  # Megatron's layers ask
+        norm.returns_residual = has_residual  # releases after 0.16.1 ask
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class NormWithResidual:
+    """Norm with has_residual, for a spec."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        return Norm(*args, has_residual=True, **kwargs)
 
 
 class SpecProvider(LocalSpecProvider):
     """Megatron's modules with our norms, for functions that take a backend."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        return Norm
+        return NormWithResidual if has_residual else Norm
 
 
 def with_norms(spec: Spec) -> Spec:

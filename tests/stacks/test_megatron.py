@@ -170,6 +170,24 @@ def test_weights_centered_at_zero_train_as_those_centered_at_one(normalization, 
             assert not each.any() and (ones[name] == 1).all() and each.grad.any()
 
 
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_norm_with_residual_adds_the_gradients_of_its_two_outputs(normalization, centered):
+    """As layers of later releases call it: residual, y = x, norm(x)."""
+    config = config_of(normalization=normalization, layernorm_zero_centered_gamma=centered)
+    both = megatron.SpecProvider().layer_norm(has_residual=True)(config=config, hidden_size=8)
+    plain = megatron.SpecProvider().layer_norm()(config=config, hidden_size=8)
+    plain.load_state_dict(both.state_dict())
+    x, twin = (torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    with ops_logged() as log:
+        y, residual = both(x)
+        (3 * y.square() + residual).sum().backward()
+    (3 * plain(twin).square() + twin).sum().backward()
+    assert both.returns_residual and torch.equal(residual, x) and len(norms(log)) == 2
+    torch.testing.assert_close(x.grad, twin.grad)
+    torch.testing.assert_close(both.weight.grad, plain.weight.grad)
+
+
 def test_what_our_norms_lack_is_refused():
     with pytest.raises(ValueError, match="fusednorm: memory_efficient_layer_norm must be False, got True"):
         megatron.Norm(config_of(memory_efficient_layer_norm=True), 8)

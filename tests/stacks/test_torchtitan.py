@@ -79,6 +79,24 @@ def a_step(backend: str, imports: list[str], *, checkpoints=False, checks=False,
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in results.items()}
 
 
+def norms_of_q_and_k(world: World) -> None:
+    """Which Qwen3's attention has; its residuals are added in the layers' own code, where no override reaches."""
+    with mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
+        import torchtitan.tools.utils  # noqa: F401
+    from torchtitan.config.override import apply_overrides
+    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+
+    from fusednorm.integrations.torchtitan import RMSNorm
+
+    config = qwen3_debugmodel()
+    config.override.imports = OURS
+    apply_overrides(config.override, config)
+    with torch.device("meta"):
+        model = config.model_spec.model.build()
+    found = {name.rpartition(".")[2]: type(each) for name, each in model.named_modules() if "norm" in name}
+    assert found == dict.fromkeys(("attention_norm", "ffn_norm", "q_norm", "k_norm", "norm"), RMSNorm)
+
+
 def agrees(world: World, backend: str, **options) -> None:
     stock = a_step(backend, [], **options)
     with ops_run(world), Log() as log:
