@@ -2,6 +2,7 @@
 
     python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
     python -m bench.forms --shapes 18432x3072 65536x1152 --forms modulated of_sum_modulated --samples 4 16
+    python -m bench.forms --shapes 32768x1024 --forms times_gate --packed
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
@@ -69,12 +70,14 @@ class FormCase:
     samples: int = 1  # that share a row of each modulation
     modulation_dtype: torch.dtype = torch.bfloat16
     group_size: int | None = None  # of norms with a gate
+    packed: bool = False  # x, the gate and as many other columns are those of one projection
 
     @property
     def fields(self) -> dict[str, Any]:
         has_residual = len(self.rows_in) > 1
         of_samples = {"samples": self.samples, "modulation_dtype": dtype_name(self.modulation_dtype)}
         of_groups = {"group_size": self.group_size} if self.group_size else {}
+        of_groups |= {"packed": True} if self.packed else {}
         return (of_samples if self.modulations else {}) | of_groups | {
             "norm": self.norm,
             "form": self.form,
@@ -90,7 +93,8 @@ class FormCase:
         """Of the tensors: x, a residual or a gate, the parameters. A norm that is modulated before a layer has none."""
         if self.form.endswith("modulated"):
             return [*self.rows_in, *self.modulations]
-        return [*self.rows_in, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
+        rows = ["projection"] if self.packed else self.rows_in
+        return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
 
     @property
     def rows_in(self) -> list[str]:
@@ -111,6 +115,7 @@ class FormCase:
         dtypes |= dict.fromkeys(self.modulations, self.modulation_dtype)
         rows = (self.samples, self.rows // self.samples, self.cols) if self.modulations else (self.rows, self.cols)
         shapes = dict.fromkeys(self.rows_in, rows) | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
+        shapes["projection"] = self.rows, 3 * self.cols
         made = {}
         for name in self.names:
             shape = shapes.get(name, (self.cols,))
@@ -119,9 +124,13 @@ class FormCase:
 
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
-    function = getattr(fusednorm, OURS[case.form][case.norm == "rms"])
+    function = getattr(fusednorm, OURS[case.form][case.norm == "rms"] + ("_packed" if case.packed else ""))
     settings = SETTINGS.get(case.form, {}) | ({"group_size": case.group_size} if case.group_size else {})
-    return as_tuple(function(**given, eps=EPS, weight_offset=case.weight_offset, **settings))
+    settings |= {"eps": EPS, "weight_offset": case.weight_offset}
+    if case.packed:
+        projection, *parameters = given.values()
+        return function(projection, (0, case.cols), (case.cols, 2 * case.cols), *parameters, **settings)
+    return as_tuple(function(**given, **settings))
 
 
 def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -131,6 +140,9 @@ def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     """As models write it."""
+    if case.packed:
+        x, gate, rest = given["projection"].chunk(3, -1)
+        return *written(replace(case, packed=False), given | {"x": x, "gate": gate}), rest
     h, residual, before = given["x"], given.get("residual"), case.form.startswith(("of_sum", "of_gated_sum"))
     gate, row_gate = (given.get("gate") if "gate" in names else None for names in (case.modulations, case.rows_in))
     h = h * gate if before and gate is not None else h
@@ -152,6 +164,11 @@ def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 
 def liger(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    if case.form == "modulated":
+        from liger_kernel.ops.modulated_rms_norm import LigerModulatedRMSNormFunction
+
+        x, scale, shift = (given[name] for name in case.names)
+        return (LigerModulatedRMSNormFunction.apply(x, None, scale[:, 0], shift[:, 0], EPS, 0.0, "llama", False),)
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
@@ -178,8 +195,7 @@ def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     return (getattr(fused_norm_gate, f"{case.norm}_norm_gated")(x, gate, weight, bias, eps=EPS),)
 
 
-PEERS = {"liger": ("liger_kernel", liger), "quack": ("quack", quack)}
-GATED_PEERS = {"fla": ("fla", fla)}
+LIGER, QUACK, FLA = {"liger": ("liger_kernel", liger)}, {"quack": ("quack", quack)}, {"fla": ("fla", fla)}
 
 
 def as_tuple(outputs: Tensor | Outputs) -> Outputs:
@@ -191,8 +207,9 @@ def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Cand
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
-    peers = PEERS if case.norm == "rms" and case.form in ("affine", "of_sum") else {}
-    peers = GATED_PEERS if "gate" in case.rows_in and not case.weight_offset else peers
+    peers = FLA if "gate" in case.rows_in and not (case.weight_offset or case.packed) else {}
+    if case.norm == "rms" and case.form in ("affine", "of_sum", "modulated"):
+        peers = LIGER | (QUACK if case.form != "modulated" else {})
     found |= {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
     return {name: call for name, call in found.items() if name in names}
 
@@ -211,8 +228,12 @@ def stream(reads, writes, elements, block: tl.constexpr):
 def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
     backward: its gradient is dy. dx is written in each dtype of x and a residual before it, once if a modulation
-    follows, and that of a gated branch apart."""
-    x, *others = [given[name].detach() for name in case.rows_in]
+    follows, and that of a gated branch apart. The gradient of a projection's other columns is copied."""
+    if case.packed:
+        x, *others, rest = (each.contiguous() for each in given["projection"].detach().chunk(3, -1))
+        outputs = outputs[:1]
+    else:
+        (x, *others), rest = [given[name].detach() for name in case.rows_in], None
     rows, gates = [x, *others], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
     of_sum = case.form.startswith(("of_sum", "of_gated_sum"))
@@ -221,6 +242,9 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
     dtypes = {x.dtype, saved.dtype} if case.form == "of_sum" else {saved.dtype}
     written = [*(torch.empty_like(x, dtype=dtype) for dtype in dtypes), *map(torch.empty_like, branch)]
+    if rest is not None:
+        read.append(rest)
+        written.append(torch.empty_like(rest))
 
     def run(reads: list[Tensor], writes: list[Tensor]) -> None:
         stream[(triton.cdiv(x.numel(), BLOCK),)](tuple(reads), tuple(writes), x.numel(), block=BLOCK, num_warps=8)
@@ -324,8 +348,9 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
         case = FormCase(norm, form, *shape.sizes, dtype, residual, offset)
         of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
         of_samples = itertools.product(options.samples, dtypes) if case.modulations else [(1, dtype)]
+        packed = options.packed and form in ("of_gated", "times_gate")
         for size, (samples, of_modulations) in itertools.product(of_groups, of_samples):
-            yield replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations)
+            yield replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations, packed=packed)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -343,6 +368,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--modulation-dtype", nargs="+", choices=DTYPES, help=text)
     text = "columns of a group, of norms with a gate (default: a row)"
     parser.add_argument("--group-size", type=int, nargs="+", default=[None], help=text)
+    text = "x and gate of norms with a gate are a third each of a projection, whose gradient is one"
+    parser.add_argument("--packed", action="store_true", help=text)
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,6 +31,22 @@ def test_ours_is_what_is_written_out(norm, form):
         for run in (forms.ours, forms.written)
     )
     assert all(error <= forms.FACTOR * max(most, 2**-10) for error, most in zip(ours, least, strict=True))
+
+
+@pytest.mark.parametrize("form", ["of_gated", "times_gate"])
+def test_a_projection_has_one_gradient_and_its_other_columns_are_counted(form, monkeypatch):
+    of, moved = replace(case("rms", form), packed=True), []
+    given = of.inputs("cpu")
+    x, gate, rest = given["projection"].detach().chunk(3, -1)
+    outputs = forms.ours(of, given)
+    assert list(given) == ["projection", "weight"] and torch.equal(outputs[1], rest)
+    expected = forms.ours(case("rms", form), {"x": x, "gate": gate, "weight": given["weight"]})
+    torch.testing.assert_close(outputs[0], expected[0])
+    torch.testing.assert_close(forms.written(of, given), outputs, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(forms, "stream", {(1,): lambda reads, writes, *_, **__: moved.append((reads, writes))})
+    forms.floors(of, given, outputs)["both"]()
+    assert [(len(reads), len(writes)) for reads, writes in moved] == [(2, 1), (4, 3)]
+    assert all(each.is_contiguous() and each.shape == x.shape for of_it in moved for part in of_it for each in part)
 
 
 @pytest.mark.parametrize("form", forms.FORM_NAMES)
