@@ -65,20 +65,19 @@ class Table:
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
     skipped: int = 0  # lines of the file that this release cannot read
 
-    def lookup(self, problem: NormProblem) -> tuple[int, Ranges]:
-        """The problem's width, or the nearest one that is not far, and its ranges; none if all are far. If the table
-        does not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds
-        wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
+    def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges]]:
+        """The problem's width and its ranges, or else those of the nearest widths that are not far. If the table does
+        not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds wide
+        rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
         key, known = Key.of(problem), self.knows_parameters(problem)
         alone = known or problem.quantities["holds_wide"]
-        line = self._line(key if alone else self._like(key), problem.cols)
-        cols, plans = json.loads(line or "[0, []]")
-        return cols, tuple((math.inf if most is None else most, text) for most, text in plans)
+        lines = map(json.loads, self._lines(key if alone else self._like(key), problem.cols))
+        return [(cols, tuple((most or math.inf, text) for most, text in plans)) for cols, plans in lines]
 
     def knows_parameters(self, problem: NormProblem) -> bool:
         """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
         key = Key.of(problem)
-        return key.parameters > 0 and self._line(key, problem.cols) is not None
+        return key.parameters > 0 and self._lines(key, problem.cols) != []
 
     def _like(self, key: Key) -> Key:
         """The key of parameters like x with the nearest traffic, which is the problem's own if the table has it: by its
@@ -93,11 +92,11 @@ class Table:
         alike = [each for each in self.lines if key.traffic[1] and each._replace(traffic=key.traffic) == key]
         return min(alike, key=distance, default=key)
 
-    def _line(self, key: Key, cols: int) -> str | None:
-        """The line of the nearest width; None if all widths are far."""
+    def _lines(self, key: Key, cols: int) -> list[str]:
+        """That of the width, or else those of the nearest ones that are not far."""
         far = {width: abs(math.log2(width / cols)) for width in self.lines.get(key, ())}
-        nearest = min(far, key=far.__getitem__, default=None)
-        return self.lines[key][nearest] if nearest and far[nearest] <= limits.most_distance else None
+        nearest = sorted(far, key=far.__getitem__)[: 1 if cols in far else limits.most_near_widths[key.direction]]
+        return [self.lines[key][width] for width in nearest if far[width] <= limits.most_distance]
 
 
 def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table | str:
