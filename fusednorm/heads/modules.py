@@ -11,7 +11,7 @@ from .functional import NAMES, NORMS, Rotary, qk_norm
 
 
 class QKNorm(torch.nn.Module):
-    """functional qk_norm as a module, called with (q, k) or (q, k, (cos, sin)): returns (q, k).
+    """qk_norm as a module, called with (q, k) or (q, k, (cos, sin)): returns (q, k).
 
     shape is the shape of the weights, an int or a tuple: D; or one for q and one for k, as a list: [(H * D,),
     (kv_heads * D,)] normalizes over all heads. Weights start as what makes the factor weight_offset + weight one, and

@@ -1,6 +1,6 @@
 """Norms that a model has written by hand: finds the formula of one, and runs it on this package's kernels.
 
-transformers has about two hundred of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm,
+transformers has hundreds of them: LlamaRMSNorm, GemmaRMSNorm with its 1 + weight, T5LayerNorm,
 Qwen3NextRMSNormGated, ... A candidate has one eps, no parameters but weight and bias, and a forward of x, or of x and a
 gate. Its formula is found by trial: copies with random parameters run on small CPU tensors, and their results and
 gradients must agree with a formula that our kernels compute.
