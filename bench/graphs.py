@@ -42,7 +42,7 @@ from .zoo.ways import stock_backend
 
 EPS = 1e-6
 WAYS = {"compiled stock": "stock", "compiled enable_inductor": "ours"}  # in bench.zoo, here
-OTHERS = {"apart": {"rotary": False}, "modulated": {"modulated": True}}  # ways of some cases, with their options
+OTHERS = {"apart": {"rotary": False}, "modulated": {"modulated": True}, "gated": {"gated": True}}  # ways of some cases
 FACTOR = 1.2  # of the error of stock Inductor
 BF16 = torch.bfloat16
 LEAST = 30  # seconds more than --seconds, for a model that is measured
@@ -128,10 +128,12 @@ CASES: dict[str, Case] = {
     "residual_rms": Case(residual_rms, lambda s: [s, s, s[-1:]], (16384, 4096), (16, 32)),
     "residual_layer": Case(residual_layer, lambda s: [s, s, s[-1:], s[-1:]], (16384, 2048), (16, 32)),
     "rms_then_gate": Case(
-        lambda x, gate, weight: rms(x, weight) * F.silu(gate), lambda s: [s, s, s[-1:]], (524288, 128), (16, 32)
+        lambda x, gate, weight: rms(x, weight) * F.silu(gate), lambda s: [s, s, s[-1:]], (524288, 128), (16, 32),
+        "gated",
     ),
     "gate_then_rms": Case(
-        lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32)
+        lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32),
+        "gated",
     ),
     "packed_heads": Case(packed_heads, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)),
     "rotated_heads": Case(rotated_heads, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2),

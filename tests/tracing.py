@@ -54,14 +54,12 @@ class Traced:
         return graph
 
 
-def trace(
-    model: Callable, stock: bool = False, rotary: bool = True, modulated: bool = False, **compile_options
-) -> Traced:
-    """The model compiled, as one graph by default, with what enable_inductor with these joins does to graphs, but
-    without code generation. stock: with what Inductor does by itself."""
-    traced, options = Traced(), {"fullgraph": True} | compile_options
-    backend = backend_of(traced, stock, rewriting.Joins(rotary, modulated))
-    traced.model = torch.compile(model, backend=backend, **options)
+def trace(model: Callable, stock: bool = False, **settings) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor with these settings does to graphs, but
+    without code generation; other settings are torch.compile's. stock: with what Inductor does by itself."""
+    traced, joins = Traced(), {name: settings.pop(name) for name in rewriting.Joins._fields if name in settings}
+    backend = backend_of(traced, stock, rewriting.Joins(**joins))
+    traced.model = torch.compile(model, backend=backend, **{"fullgraph": True} | settings)
     return traced
 
 

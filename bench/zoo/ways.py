@@ -161,6 +161,7 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "eager patch_model rotary": partial(_patch_model, rotary=True),
     "compiled enable_inductor apart": partial(_enable_inductor, rotary=False),
     "compiled enable_inductor modulated": partial(_enable_inductor, modulated=True),
+    "compiled enable_inductor gated": partial(_enable_inductor, gated=True),
 }
 
 

@@ -54,18 +54,19 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
     Norms of q and k and the rotation (RoPE) by halves that follows both become one op in both directions, head_norm_fwd
     and head_norm_bwd. With rotary=False they stay apart. With modulated=True, norm(h) * (1 + scale) + shift becomes one
-    op, too, together with a sum h = residual + gate * x or residual + x.
+    op, too, together with a sum h = residual + gate * x or residual + x; with gated=True, norm(x) * act(gate) and
+    norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
-    it again has no effect but on these two. Graphs compiled before stay as they are until torch._dynamo.reset().
+    it again has no effect but on these three. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self, *, rotary: bool = True, modulated: bool = False) -> None:
+    def __init__(self, *, rotary: bool = True, modulated: bool = False, gated: bool = False) -> None:
         self._was_enabled, self._had_joins = _stock_compile_fx is not None, _joins
-        _enable(rewriting.Joins(rotary, modulated))
+        _enable(rewriting.Joins(rotary, modulated, gated))
 
     def __enter__(self) -> enable_inductor:
         return self
@@ -87,8 +88,8 @@ def disable_inductor() -> None:
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
     """The backend of torch.compile(model, backend="fusednorm"): for this model alone, Inductor as under
-    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"] and
-    options["modulated"] are enable_inductor's.
+    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"],
+    options["modulated"] and options["gated"] are enable_inductor's.
     """
     given = dict(options or {})
     joins = rewriting.Joins(**{name: given.pop(name) for name in rewriting.Joins._fields if name in given})

@@ -1,8 +1,8 @@
 """Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py).
 
-A norm with a rotation behind it becomes an op together with its partner (rotations.py), and a modulated one with what
-modulates it (modulations.py). The forward of any other norm becomes Inductor's code again (routing.py). Its backward is
-one op, too, and stays ours where it pays. Where it does not, the norm is traced again as the model wrote it.
+A norm with a rotation behind it becomes an op together with its partner (rotations.py), a modulated or gated one with
+what surrounds it (joining.py). The forward of any other norm becomes Inductor's code again (routing.py). Its backward
+is one op, too, and stays ours where it pays. Where it does not, the norm is traced again as the model wrote it.
 
 Norms without a rotation are taken if x is contiguous: an op returns contiguous rows, which others than the written ones
 may not be.
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch.fx import Graph, GraphModule, Node
 
 from ..namespace import TORCH_OPS
-from . import modulations, rotations, routing
+from . import gates, joining, modulations, rotations, routing
 from .folding import LeftToInductor
-from .modulations import Modulated
+from .joining import Joined
 from .paying import reached
 from .rotations import Pair
 from .routing import MARK
@@ -33,6 +33,7 @@ class Joins(NamedTuple):
 
     rotary: bool = True  # the rotation beside norms of q and k
     modulated: bool = False  # what modulates a norm, and the sum before it
+    gated: bool = False  # a gate of x's shape before a norm or behind it
 
 
 Result = TypeVar("Result")
@@ -70,16 +71,17 @@ def make_ops(model: Any, left: Container[str], joins: Joins) -> dict[GraphModule
             norms = sorted([*found, *called], key=lambda norm: norm.y)
             pairs = [*rotations.pairs_of(norms, written)] if joins.rotary else []
             joined = {of.norm.y for pair in pairs for of in pair.both}
-            others = [norm for norm in norms if joins.modulated and norm.y not in joined]
-            modulated = [*modulations.modulated(others, written)]
-            joined |= {of.norm.y for of in modulated}
+            others = [norm for norm in norms if norm.y not in joined]
+            finders = [of.find for of, asked in ((modulations, joins.modulated), (gates, joins.gated)) if asked]
+            calls = [*joining.joined(others, finders, written)]
+            joined |= {of.norm.y for of in calls}
             marked = [
                 (mark, norm) for norm, mark in zip(found, marks, strict=False)
                 if mark not in left and norm.y not in joined and value_of(norm.x).is_contiguous()
             ]  # fmt: skip
             if marked or joined:
                 before[each] = _copied(each.graph)
-                _make_ops(each, marked, pairs, modulated)
+                _make_ops(each, marked, pairs, calls)
     return before
 
 
@@ -93,11 +95,11 @@ def _copied(graph: Graph) -> Graph:
 
 
 def _make_ops(
-    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], modulated: list[Modulated]
+    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], calls: list[Joined]
 ) -> None:
     made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
-    for each in modulated:
-        modulations.make_op(model.graph, each, made)
+    for each in calls:
+        joining.make_op(model.graph, each, made)
         for old in each.replaced:
             _erase(old)
     for pair in pairs:

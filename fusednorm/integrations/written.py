@@ -51,6 +51,7 @@ class Written(NamedTuple):
     eps: float
     settings: dict[str, Any]  # of the op's form
     bias: Node | None = None
+    x_hat: Node | None = None  # of a norm by hand
 
     @property
     def inputs(self) -> tuple[Node | None, ...]:
@@ -96,11 +97,11 @@ def find(rstd: Node) -> Written | None:
         return None
     if not (is_same(factor, h) or (wide is h and factor is x)) or not _is_taken(x):
         return None
-    return _rest(Written(norm, x, x_hat, None, eps, {}))
+    return rest(Written(norm, x, x_hat, None, eps, {}, None, x_hat))
 
 
-def _rest(norm: Written) -> Written | None:
-    """With the casts and the weight that follow."""
+def rest(norm: Written) -> Written | None:
+    """With the casts and the weight that follow x_hat."""
     x, y = value_of(norm.x), norm.y
     if value_of(y).dtype != (torch.float64 if x.dtype == torch.float64 else torch.float32):
         return None

@@ -42,7 +42,8 @@ def test_what_may_be_joined_is_compiled_with_its_norms_and_apart_from_them(case,
     records, other = graphs.measure(case, "cpu", rounds=0, tiny=True), graphs.CASES[case].other
     ways = {each["way"]: " ".join(each["norms"]) for each in records}
     assert [*ways] == ["stock", "ours", other] and not any(each["is_worse"] for each in records)
-    form, joined, apart = ("rotated", "ours", "apart") if other == "apart" else ("modulated", "modulated", "ours")
+    form = {"apart": "rotated", "gated": "gate"}.get(other, other)
+    joined, apart = ("ours", "apart") if other == "apart" else (other, "ours")
     assert form in ways[joined] and form not in ways[apart]
 
 

@@ -377,9 +377,32 @@ def block(x, residual, scale, shift, gate):
     return F.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale[:, None]) + shift[:, None], h
 
 
-def test_a_modulated_norm_and_the_sum_before_it_are_one_op_if_asked_for():
+def gated(x, gate, weight):
+    """As transformers' Qwen3-Next has it."""
+    h = x.to(FP32)
+    h = weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return [(h * F.silu(gate.to(FP32))).to(x.dtype)]
+
+
+def gated_before(x, gate, weight):
+    """As transformers' Mamba2 has it, with two groups."""
+    h = x.to(FP32) * F.silu(gate.to(FP32))
+    groups = h.view(*h.shape[:-1], 2, h.shape[-1] // 2)
+    groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return [weight * groups.view(h.shape).to(x.dtype)]
+
+
+JOINED = [
+    (block, [*[(2, 300, 1536)] * 2, *[(2, 1536)] * 3], "modulated",
+     ("layer_norm_fwd_of_gated_sum_modulated", "layer_norm_bwd_modulated")),
+    (gated, [*[(2, 300, 128)] * 2, (128,)], "gated", ("rms_norm_fwd_times_gate", "rms_norm_bwd_times_gate")),
+    (gated_before, [*[(2, 300, 2048)] * 2, (2048,)], "gated", ("rms_norm_fwd_of_gated", "rms_norm_bwd_of_gated")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model, shapes, setting, ops", JOINED)
+def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, setting, ops):
     torch.manual_seed(0)
-    shapes = *[(2, 300, 1536)] * 2, *[(2, 1536)] * 3
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
 
     def results(call, leaves):
@@ -388,9 +411,9 @@ def test_a_modulated_norm_and_the_sum_before_it_are_one_op_if_asked_for():
         grads = [torch.randn(each.shape, device="cuda").to(each.dtype) for each in outputs]
         return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
-    with fusednorm.enable_inductor(modulated=True):
-        got, codes = run_and_get_code(lambda: results(torch.compile(block, fullgraph=True), leaves))
-    assert ops_in(codes) == {"layer_norm_fwd_of_gated_sum_modulated": 1, "layer_norm_bwd_modulated": 1}
-    exact = results(block, [each.detach().double().requires_grad_() for each in leaves])
-    for ours, theirs, want in zip(got, results(block, leaves), exact, strict=True):
+    with fusednorm.enable_inductor(**{setting: True}):
+        got, codes = run_and_get_code(lambda: results(torch.compile(model, fullgraph=True), leaves))
+    assert ops_in(codes) == dict.fromkeys(ops, 1)
+    exact = results(model, [each.detach().double().requires_grad_() for each in leaves])
+    for ours, theirs, want in zip(got, results(model, leaves), exact, strict=True):
         assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)

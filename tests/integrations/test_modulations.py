@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tracing import calls, cpu_as_cuda, trace  # noqa: F401
 
 from bench.graphs import errors
-from fusednorm.integrations import inductor, modulations
+from fusednorm.integrations import inductor, joining
 from fusednorm.operands import OPS
 from fusednorm.planner.device import H200
 
@@ -293,7 +293,7 @@ def test_there_must_be_kernels_in_both_directions(op, of, batch, cols, has):
     rows = {name: torch.empty(4, 512, cols, dtype=BF16, device="meta") for name in ("x", "residual")}
     modulations_ = {name: torch.empty(*batch, cols, dtype=of, device="meta") for name in ("scale", "shift", "gate")}
     given = {name: each for name, each in (rows | modulations_).items() if OPS[op].slot(name)}
-    assert modulations.has_kernels(OPS[op], given | {"normalized_shape": [cols], "eps": EPS}, H200) == has
+    assert joining.has_kernels(OPS[op], given | {"normalized_shape": [cols], "eps": EPS}, H200) == has
 
 
 def test_without_being_asked_for_norms_stay_apart():

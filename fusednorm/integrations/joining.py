@@ -1,0 +1,165 @@
+"""Makes one op of a norm in Dynamo's graph and of what surrounds it (modulations.py, gates.py).
+
+A norm is joined if the op takes the tensors, has kernels in both directions, and can stand before all that uses its
+results. Its forward stays ours, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..dtypes import FLOAT_DTYPES
+from ..host import gpus
+from ..namespace import TORCH_OPS
+from ..operands import OPS, WAYS, Op, Role, backward_of, operands_of
+from ..planner import choice
+from ..planner.device import DeviceSpec
+from ..planner.plan import ReferencePlan
+from ..problem.calls import check_backward, check_forward
+from ..problem.validation import validate
+from . import routing
+from .paying import reached
+from .written import Written, is_cast_to, kind_of, only_user, reads_any, value_of
+
+REASON = "each large tensor once, with what surrounds the norm"
+SAMPLE = 2, 1024  # samples and their rows, to ask whether there are kernels: any numbers
+
+
+class Joined(NamedTuple):
+    """A norm with what surrounds it, as a call of an op."""
+
+    norm: Written
+    op: Op
+    h: Node  # of y's shape and dtype
+    tensors: dict[str, Node]  # operands
+    settings: dict[str, Any]  # operands of the op's form; its y_dtype is that of y
+    replaced: dict[Node, int]  # the results that the op has, y first, and at which place
+
+    @property
+    def y(self) -> Node:
+        return next(iter(self.replaced))
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [*self.tensors.values()]
+
+    def arguments(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The op's, with these tensors."""
+        h = value_of(self.h)
+        own = {"normalized_shape": [h.shape[-1]], "eps": self.norm.eps, "y_dtype": h.dtype}
+        return tensors | self.settings | own
+
+    def users(self) -> set[Node]:
+        """What uses the results beside the code that the op replaces."""
+        inputs = self.inputs
+        gone = {*reached([self.y], lambda node: () if node in inputs else node.all_input_nodes)} - {*inputs}
+        for node in sorted(gone, reverse=True):
+            if node not in self.replaced and not gone.issuperset(node.users):
+                gone.remove(node)
+        return {user for each in self.replaced for user in each.users} - gone
+
+
+Finder = Callable[[Written], Iterable[Joined]]  # the ways to see a norm, the best first
+
+
+def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int]) -> Iterator[Joined]:
+    """Those of the norms that ops take. written: the memory that the graph writes in place."""
+    for norm in norms:
+        ways = (each for find in finders for each in find(norm) if _is_taken(each))
+        if (first := next(ways, None)) and not reads_any(written, first.y, first.inputs):
+            yield first
+
+
+def make_op(graph: Graph, found: Joined, made: dict[Node, Node]) -> None:
+    """Replace the norm, and add what replaces it to `made`, which has what replaces results of norms before."""
+    tensors = {name: made.get(each, each) for name, each in found.tensors.items()}
+    with graph.inserting_before(min(found.users())):
+        op = graph.call_function(getattr(TORCH_OPS, found.op.name).default, (), found.arguments(tensors))
+        outputs = {old: graph.call_function(operator.getitem, (op, at)) for old, at in found.replaced.items()}
+    op.meta = {name: each for name, each in found.y.meta.items() if name != "example_value"}
+    routing.mark(op, routing.JOINED)
+    for old, new in outputs.items():
+        new.meta = dict(old.meta)
+        old.replace_all_uses_with(new)
+        made[old] = new
+    form = found.op.suffix.strip("_").replace("_", " ")
+    for way in WAYS.values():
+        routing.note(OPS[f"{found.norm.norm}_norm_{way}"], value_of(found.h), True, REASON, found.y.meta, form)
+
+
+def _is_taken(found: Joined) -> bool:
+    tensors, h, y = {name: value_of(each) for name, each in found.tensors.items()}, value_of(found.h), value_of(found.y)
+    stream = {y.dtype, *(tensors[name].dtype for name in ("x", "residual") if name in tensors)}
+    is_wide = h.dtype != torch.float64 and any(each.dtype == torch.float64 for each in tensors.values())
+    if stream != {h.dtype} or is_wide or V.aot_compilation:
+        return False
+    users, are_packed = found.users(), all(value_of(each).is_contiguous() for each in found.replaced)
+    if not users or max(found.inputs) > min(users) or not are_packed:
+        return False
+    arguments = found.arguments(tensors)
+    try:
+        validate(operands_of(found.op.name, (), arguments))
+    except RuntimeError:
+        return False
+    return h.device.type != "cuda" or has_kernels(found.op, arguments, gpus.spec_of(h.device))
+
+
+def has_kernels(op: Op, arguments: dict[str, Any], device: DeviceSpec) -> bool:
+    """Whether an op with these arguments has one in both directions, whatever the number of rows is."""
+    given = dict(arguments)
+    for slot in op.inputs:
+        if isinstance(each := given.get(slot.name), Tensor):
+            is_shared = slot.role is Role.MODULATION and statically_known_true(each.shape[-2] == 1)
+            batch = () if slot.role is Role.PARAMETER else (SAMPLE[0], 1) if is_shared else SAMPLE
+            given[slot.name] = torch.empty(*batch, each.shape[-1], dtype=each.dtype, device="meta")
+    forward = operands_of(op.name, (), given)
+    x, groups = given["x"], given.get("groups", 1)
+    rstd = torch.empty(*SAMPLE, groups, dtype=torch.float32, device="meta")
+    saved = {"suffix": op.backward, "x": x, "mean": rstd, "rstd": rstd, "branch": x if "gate" in given else None}
+    grads = {"grad_out": x, "residual_grad": x if "residual" in given else None}
+    backward = backward_of(op.name, **(forward._asdict() | saved | grads))
+    problems = check_forward(forward).problem, check_backward(backward).problem
+    return not any(isinstance(choice.choose(each, SAMPLE[1], device), ReferencePlan) for each in problems)
+
+
+def behind_float_casts(y: Node) -> Node:
+    """What is left of y behind casts to other float dtypes, each the only use of the one before."""
+    while _is_float_cast(user := only_user(y)):
+        y = user
+    return y
+
+
+def narrowed_to(y: Node, h: Node) -> Node:
+    """y behind a cast to h's dtype, if it has another."""
+    while value_of(y).dtype != value_of(h).dtype and is_cast_to(user := only_user(y), value_of(h)):
+        y = user
+    return y
+
+
+def _is_float_cast(node: Node | None) -> bool:
+    source = node.args[0] if kind_of(node) == "cast" else None
+    return source is not None and value_of(node).device == value_of(source).device and is_float(node)
+
+
+def is_float(node: Any) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES
+
+
+def has_shape_of(node: Any, other: Node) -> bool:
+    if not is_float(node):
+        return False
+    shapes = value_of(node).shape, value_of(other).shape
+    return len(shapes[0]) == len(shapes[1]) and all(map(is_equal, *shapes))
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    return statically_known_true(one == other)
