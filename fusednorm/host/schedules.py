@@ -79,7 +79,7 @@ def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -
 
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
-    """One CTA per row, which passes over the row's column tiles twice."""
+    """One CTA per row."""
     tile = whole_row_tile(plan, log2_divisor(call), call.problem.form.groups)
     registers = budget.row_pass_registers(call.problem, 1 << tile.log2_divisor)
     args = _forward_args(call, outputs)

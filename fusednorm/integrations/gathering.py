@@ -24,11 +24,9 @@ IS_WRONG = torch.__version__ < (2, 15)
 MANY_ROWS = 1024  # a mix-order reduction of these releases has over 3200, but for a mode in which it may have any
 
 
-def add_up(graph: Graph, call_before: Callable[..., Node]) -> int:
-    """Replace each concatenation of sums, in place. call_before(place, function, args) makes a node. Returns their
-    number."""
-    found = [node for node in graph.nodes if node.target is aten.cat.default and _is_of_sums(node)]
-    for node in found:
+def add_up(graph: Graph, call_before: Callable[..., Node]) -> None:
+    """Replace each concatenation of sums, in place. call_before(place, function, args) makes a node."""
+    for node in [node for node in graph.nodes if node.target is aten.cat.default and _is_of_sums(node)]:
         parts, (dim, *_) = node.args[0], (*node.args[1:], node.kwargs.get("dim", 0))
         rank = len(node.meta["val"].shape)
         total, start = None, 0
@@ -40,7 +38,6 @@ def add_up(graph: Graph, call_before: Callable[..., Node]) -> int:
             start = stop
         node.replace_all_uses_with(total)
         graph.erase_node(node)
-    return len(found)
 
 
 def _is_of_sums(cat: Node) -> bool:

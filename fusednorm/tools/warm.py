@@ -186,7 +186,7 @@ def warmup(
         backward adds to dx (None: no such gradient)
     :param form: "affine", "of_sum", "times_gate", ..., as the forms' ops are called ("": the plain norm)
     :param weight_offset: that of the form's calls, like the next one
-    :param rounding: "once" or "x_hat"
+    :param rounding: "once", "x_hat" or, of a modulated form, "steps"
     :param activation: of a form with a gate, "silu" or "sigmoid", like the next one
     :param group_size: columns of a group (None: a row)
     :param sample_rows: of a modulated form, rows that share a row of each modulation, one number or several; 1 if every
