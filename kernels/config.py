@@ -211,9 +211,7 @@ class PartsTile(Tile):
     num_parts: int = 1  # tensors in the grid
     num_levels: int = 1  # nested strides at which the rows of each lie
     turned: int = 0  # columns that the form turns, the first ones of a row
-    pairs: bool = (
-        False  # of these, adjacent columns are turned together; else a column of the first half and the second
-    )
+    pairs: bool = False  # of these, adjacent ones are turned together; else one of the first half and one of the second
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
 
     @property

@@ -1,4 +1,4 @@
-"""Norms of heads on the GPU: from operands to outputs, by one launch, or by two where sums over rows are wanted."""
+"""Norms of heads on the GPU: from operands to outputs."""
 
 from __future__ import annotations
 
