@@ -221,3 +221,9 @@ def test_imports_are_seen_at_every_depth(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_text("from .. import ops\nfrom . import y\ndef f():\n    from ..kernels.a import b\nimport fusednorm.c")
     assert {"fusednorm.ops", "fusednorm.integrations.y", "fusednorm.kernels.a", "fusednorm.c"} <= set(everywhere(path))
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest imports them as modules without a package."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
