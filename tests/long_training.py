@@ -36,7 +36,7 @@ KINDS = ("changing rows", "graph")  # the longer runs have the time that is left
 SEEDS = 3
 WARM_UP = 0.2  # part of a run that fills caches: memory is compared from there on
 MEANS = 20  # parts of the curves whose mean losses are compared
-LEAST_STEPS = 200  # of which memory says something
+LEAST_STEPS = 200  # a shorter run says nothing of memory
 HOST_GROWTH = 64  # MiB that a process may grow by after warming up
 EAGER = 0.05  # eager steps for each replayed one: they take longer
 

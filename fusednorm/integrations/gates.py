@@ -61,7 +61,7 @@ def _activated(node: Node | None, x: Node) -> tuple[Node, str] | None:
 
 
 def _of_groups(norm: Written) -> tuple[Node, Node, int]:
-    """(what is normalized, x_hat, the number of groups of columns of which these are views)."""
+    """What is normalized, x_hat, and the number of groups of columns. Views that split and join groups are skipped."""
     inner, x_hat = norm.x, norm.x_hat or norm.y
     behind = only_user(x_hat)
     if inner.target not in VIEWS or behind is None or behind.target not in VIEWS:

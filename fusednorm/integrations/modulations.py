@@ -39,7 +39,7 @@ class Modulated(NamedTuple):
 
 
 def find(norm: Written) -> Iterator[Joined]:
-    """With the sum, of which a model may also use a cast, or without it."""
+    """The ways to join it: first those with the sum. A model may normalize a cast of the sum."""
     found = _modulated(norm, norm.x)
     while found:
         yield from _with_sum(found)
