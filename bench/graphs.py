@@ -3,9 +3,10 @@
     python -m bench.graphs --only residual_rms modulated_layer llama --seconds 300
 
 The cases are norms with what models write around them, and the models of bench.zoo, which are transformers' and
-diffusers' own classes at true width in few layers. A time is that of forward and backward with all gradients, as one
-CUDA graph with a cold L2, or by a plain call if it cannot be captured (`graph` is false). The gradients of both ways
-are compared with float64; those of a model are of a loss over few tokens.
+diffusers' own classes at true width in few layers. A case is timed as an eager call of one function of ours, too, in
+the way "forms". A time is that of forward and backward with all gradients, as one CUDA graph with a cold L2, or by a
+plain call if it cannot be captured (`graph` is false). The gradients of all ways are compared with float64; those of a
+model are of a loss over few tokens.
 
 A model has a process of its own. One JSON line per case and way goes to graphs.jsonl, with the report of which norms
 became ours. A case whose records by the same code and versions exist, in the file or in bench/results, is skipped,
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
+import fusednorm
 from fusednorm.tools.console import print_table
 
 from .cases import make_parser
@@ -55,6 +57,7 @@ class Case(NamedTuple):
     none."""
 
     run: Callable[..., Tensor | tuple[Tensor, ...]]
+    form: Callable[..., Tensor | tuple[Tensor, ...]]  # the same by one function of ours, for an eager call
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
@@ -100,6 +103,16 @@ def heads_rotated_first(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *table
     return rms(turned(q.transpose(1, 2), *tables), of_q), rms(turned(k.transpose(1, 2), *tables), of_k)
 
 
+def packed_form(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
+    values = qkv.shape[1] // 6
+    return fusednorm.qk_norm_packed(qkv.flatten(1), 4 * values, values, of_q, of_k, EPS)
+
+
+def heads_form(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor, **order: bool) -> tuple[Tensor, ...]:
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return fusednorm.qk_norm(q, k, of_q, of_k, EPS, rotary=tables, heads_dim=-3, **order)
+
+
 def shapes_of_heads(s: Sizes) -> list[Sizes]:
     """q, k with a quarter of the heads, their weights and the tables."""
     return [s, (*s[:2], s[2] // 4, s[3]), s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2]
@@ -116,6 +129,10 @@ def modulated_layer_of_sum(
     return modulated(layer(h), scale, shift), h
 
 
+def modulated_form(x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+    return fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, eps=EPS)
+
+
 def shapes_of_samples(s: Sizes) -> list[Sizes]:
     """x, and a scale and a shift that the rows of a sample share."""
     return [s, *[(s[0], 1, s[2])] * 2]
@@ -123,32 +140,48 @@ def shapes_of_samples(s: Sizes) -> list[Sizes]:
 
 CASES: dict[str, Case] = {
     "one_plus_weight": Case(
-        lambda x, weight: rms(x, 1 + weight), lambda s: [s, s[-1:]], (16384, 4096), (16, 32)
+        lambda x, weight: rms(x, 1 + weight), partial(fusednorm.affine_rms_norm, eps=EPS, weight_offset=1.0),
+        lambda s: [s, s[-1:]], (16384, 4096), (16, 32),
     ),
-    "residual_rms": Case(residual_rms, lambda s: [s, s, s[-1:]], (16384, 4096), (16, 32)),
-    "residual_layer": Case(residual_layer, lambda s: [s, s, s[-1:], s[-1:]], (16384, 2048), (16, 32)),
+    "residual_rms": Case(
+        residual_rms, partial(fusednorm.add_rms_norm, eps=EPS), lambda s: [s, s, s[-1:]], (16384, 4096), (16, 32)
+    ),
+    "residual_layer": Case(
+        residual_layer, partial(fusednorm.add_layer_norm, eps=EPS), lambda s: [s, s, s[-1:], s[-1:]], (16384, 2048),
+        (16, 32),
+    ),
     "rms_then_gate": Case(
-        lambda x, gate, weight: rms(x, weight) * F.silu(gate), lambda s: [s, s, s[-1:]], (524288, 128), (16, 32),
-        "gated",
+        lambda x, gate, weight: rms(x, weight) * F.silu(gate), partial(fusednorm.rms_norm_gated, eps=EPS),
+        lambda s: [s, s, s[-1:]], (524288, 128), (16, 32), "gated",
     ),
     "gate_then_rms": Case(
-        lambda x, gate, weight: rms(x * F.silu(gate), weight), lambda s: [s, s, s[-1:]], (8192, 8192), (16, 32),
-        "gated",
+        lambda x, gate, weight: rms(x * F.silu(gate), weight),
+        partial(fusednorm.rms_norm_gated, eps=EPS, norm_before_gate=False), lambda s: [s, s, s[-1:]], (8192, 8192),
+        (16, 32), "gated",
     ),
-    "packed_heads": Case(packed_heads, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)),
-    "rotated_heads": Case(rotated_heads, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2),
-    "heads_rotated_first": Case(heads_rotated_first, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2),
+    "packed_heads": Case(
+        packed_heads, packed_form, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)
+    ),
+    "rotated_heads": Case(
+        rotated_heads, heads_form, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2
+    ),
+    "heads_rotated_first": Case(
+        heads_rotated_first, partial(heads_form, norm_first=False), shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32),
+        "apart", 2,
+    ),
     "modulated_layer": Case(
-        lambda x, *modulations: modulated(layer(x), *modulations), shapes_of_samples, (4, 4608, 3072), (2, 8, 32),
-        "modulated",
+        lambda x, *modulations: modulated(layer(x), *modulations), partial(fusednorm.ada_layer_norm, eps=EPS),
+        shapes_of_samples, (4, 4608, 3072), (2, 8, 32), "modulated",
     ),
     "modulated_rms": Case(
         lambda x, scale, shift, weight: modulated(rms(x, weight), scale, shift),
+        lambda x, scale, shift, weight: fusednorm.ada_rms_norm(x, scale, shift, weight=weight, eps=EPS),
         lambda s: [*shapes_of_samples(s), s[-1:]], (4, 4608, 3072), (2, 8, 32), "modulated",
     ),
     "modulated_layer_of_sum": Case(
-        modulated_layer_of_sum, lambda s: [s, *shapes_of_samples(s), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32),
-        "modulated",
+        modulated_layer_of_sum,
+        modulated_form,
+        lambda s: [s, *shapes_of_samples(s), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32), "modulated",
     ),
 }  # fmt: skip
 
@@ -194,11 +227,13 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     if other := CASES[name].other:
         backends[other] = partial(inductor.compile_graph, options=OTHERS[other])
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
+    ways["forms"] = lambda *given: _tuple(CASES[name].form(*given))
     found, norms = {}, {}
     for way, run in ways.items():
         inductor.report(clear=True)
         found[way] = gradients(run, made, grads)
-        norms[way] = [line.replace(f"{ROOT}/", "") for line in str(inductor.report()).splitlines()]
+        lines = str(inductor.report()).splitlines() if way in backends else []
+        norms[way] = [line.replace(f"{ROOT}/", "") for line in lines]
     wide = [each.detach().double().requires_grad_(each.requires_grad) for each in made.inputs]
     exact = gradients(made.run, Made(made.run, wide, wide[: len(made.leaves)]), [each.double() for each in grads])
     far = {way: errors(each, exact) for way, each in found.items()}

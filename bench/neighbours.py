@@ -62,25 +62,31 @@ def sources(tool: str, gpu: str) -> list[str]:
     return [source(tool, records, gpu) for records in by_day(records_of(tool, gpu)).values()]
 
 
-def compiled_cases(gpu: str) -> dict[str, tuple[dict, dict]]:
-    """The newest times of each case of bench.graphs: its title -> stock, ours."""
+def compiled_cases(gpu: str) -> dict[str, tuple[dict, dict, dict]]:
+    """The newest times of each case of bench.graphs: its title -> stock, ours, our forms in eager calls or {}."""
     found: dict[tuple, dict[str, dict]] = {}
     for each in records_of("graphs", gpu):
         if "median_us" in each:
             found.setdefault((each["case"], each["date"]), {})[each["way"]] = each
     # Until 2026-11-27 the norms written by hand were found in a third way only.
-    pairs = {case: (ways.get("stock"), ways.get("written", ways.get("ours"))) for (case, _), ways in found.items()}
-    return {TITLES.get(case, case): pair for case, pair in pairs.items() if all(pair)}
+    timed = {
+        case: (ways.get("stock"), ways.get("written", ways.get("ours")), ways.get("forms", {}))
+        for (case, _), ways in found.items()
+    }
+    return {TITLES.get(case, case): times for case, times in timed.items() if all(times[:2])}
 
 
 def compiled(gpu: str) -> str:
-    """Forward and backward by stock Inductor and under enable_inductor(), and who runs the backwards of the norms."""
+    """Forward and backward by stock Inductor and under enable_inductor(), who runs the backwards of the norms, and the
+    time of an eager call of the one function of ours that computes the case."""
     lines = []
-    for case, (stock, ours) in compiled_cases(gpu).items():
+    for case, (stock, ours, forms) in compiled_cases(gpu).items():
         backwards = [(int(line.split(" x ")[0]), line) for line in ours["norms"] if " backward " in line]
         taken = sum(count for count, line in backwards if ": fusednorm (" in line)
         times = (microseconds(each["median_us"]) for each in (stock, ours))
         total = sum(count for count, _ in backwards)
         plain = "" if ours.get("graph", True) else ", not captured"
-        lines.append([case + plain, *times, f"{ours['times_stock']:.3f}", f"{taken} of {total}"])
-    return table(["case", "stock, us", "enable_inductor, us", "ratio", "backwards by our ops"], lines)
+        eager = microseconds(forms["median_us"]) if forms else ""
+        lines.append([case + plain, *times, f"{ours['times_stock']:.3f}", f"{taken} of {total}", eager])
+    header = ["case", "stock, us", "enable_inductor, us", "ratio", "backwards by our ops", "our forms in eager, us"]
+    return table(header, lines)
