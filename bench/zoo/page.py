@@ -28,11 +28,15 @@ def records_of_gpus() -> dict[str, list[dict]]:
 
 
 def steps_of(records: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
-    """The newest step of each model and way that has a time: title -> (way, norms) -> record."""
+    """The newest step of each model and way that has a time: title -> (way, norms) -> record. Machines differ, so ways
+    that were timed before the newest stock norms in eager mode are left out."""
     models: dict[str, dict[tuple[str, str], dict]] = {}
     for each in sorted(records, key=lambda each: list(MODELS).index(each["model"])):
         if each.get("median_ms"):
-            models.setdefault(each["title"], {})[each["way"], each["norms"]] = each
+            way, ways = (each["way"], each["norms"]), models.setdefault(each["title"], {})
+            if way == next(iter(WAYS)):
+                ways.clear()
+            ways[way] = each
     return models
 
 
