@@ -83,19 +83,22 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     """What a table says of the problem's width or the nearest one. Where the plan of that cannot run, that of the next
     one is taken, and in the end what the model says. None if no table can answer."""
     for known in table.of_device(device, problem):
-        found, fewest, sms, near = [], 1.0, device.leaving(0).sm_count, known.lookup(problem)
+        found, widths, fewest, sms, near = [], [], 1.0, device.leaving(0).sm_count, known.lookup(problem)
         for most, text in near[0][1] if near else ():
             per_sm = max(fewest, min(most, limits.compared_rows_per_sm[-1]))
             texts = text, *(at(ranges, per_sm) for _, ranges in near[1:])
             plans = (
-                _adapted(from_text(each), cols, round(sms * per_sm), problem, device)
+                (cols, _adapted(from_text(each), cols, round(sms * per_sm), problem, device))
                 for (cols, _), each in zip(near, texts, strict=True)
             )
-            found.append((sms * most, next(filter(None, plans), None)))
+            cols, plan = next((each for each in plans if each[1]), (None, None))
+            widths += [cols] if plan and cols not in widths else []
+            found.append((sms * most, plan))
             fewest = most
-        if any(plan for _, plan in found):
+        if widths:
             ranges = _merged((end, plan or at(predicted(problem, device), end)) for end, plan in found)
-            return ranges, f"the fastest of those measured on {known.gpu} at {near[0][0]} columns ({known.date})"
+            columns = " and ".join(map(str, widths))
+            return ranges, f"the fastest of those measured on {known.gpu} at {columns} columns ({known.date})"
     return None
 
 

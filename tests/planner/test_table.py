@@ -65,6 +65,7 @@ def test_where_a_near_widths_plan_cannot_be_cut_that_of_the_next_near_width_is(f
     assert cut(from_text(lines[2048][0][1]), problem, MY_GPU) is None
     tune.write(file, head(), {table.Key.of(problem): lines})
     assert choice.choose(problem, 32768, MY_GPU) == from_text(held)
+    assert " at 3072 columns" in choice.decide(problem, MY_GPU).source, "the width that was measured is told"
 
 
 def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the_others_answer(file):
