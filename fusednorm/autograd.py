@@ -44,6 +44,7 @@ from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
     OWN_OUTPUTS,
+    TRANSLATIONS,
     BackwardOperands,
     Derivative,
     ForwardOperands,
@@ -56,6 +57,7 @@ from .operands import (
     derivative_of,
     op_arguments,
     op_outputs,
+    operands_by_position,
     operands_of,
 )
 from .operands import add as add_to_table
@@ -134,6 +136,10 @@ class NodeInfo(NamedTuple):
             **self.settings,
             **more,
         )
+
+    def is_in_force(self) -> bool:
+        """Whether what was asked for of the forward is asked for now."""
+        return self.asked == asked_variants() and self.invariance == invariance.switch.invariance()
 
     def _backward(self, operands: BackwardOperands, by_dispatcher: bool) -> Outputs:
         if not torch.compiler.is_dynamo_compiling():
@@ -246,18 +252,39 @@ def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:
     return NodeInfo(op, shape, operands.eps, statistics_inside, *asked, by, settings)
 
 
-def info_for_backward(operands: Operands) -> NodeInfo | None:
+def info_for_backward(op: str, eps: float | None) -> NodeInfo | None:
     """What a Function keeps of its forward for `gradients_of`; None while Dynamo traces it."""
     if torch.compiler.is_dynamo_compiling():
         return None
-    return node_info(operands, statistics_inside=operands.has_statistics)
+    inside = TRANSLATIONS[op].type.has_statistics
+    return NodeInfo(op, (), eps, inside, asked_variants(), invariance.switch.invariance(), derivative_of(op), {})
 
 
-def gradients_of(info: NodeInfo | None, operands: BackwardOperands) -> Outputs:
-    """The outputs of a backward op, in the backward of a Function that is no NormFunction."""
+def outputs_of(name: str, arguments: tuple) -> Sequence[Tensor | None]:
+    """The outputs of an op inside a Function, for all of its arguments by position, those of lists one by one."""
+    outputs = native.outputs_of(name, arguments)
+    if outputs is None:
+        operands = operands_by_position(name, arguments)
+        outputs = _own_outputs(name, call_op(_overload(operands), operands))
+    return outputs
+
+
+def gradients_of(info: NodeInfo | None, name: str, arguments: tuple) -> Sequence[Tensor | None]:
+    """The same for a backward op, in the backward of a Function that is no NormFunction."""
+    if info is None or info.is_in_force():
+        grads = native.outputs_of(name, arguments)
+        if grads is not None:
+            return grads
+    operands = operands_by_position(name, arguments)
     if info is None:
-        return call_op(_overload(operands), operands)
-    return info.outputs(operands, by_dispatcher=native.extension is not None)
+        return _own_outputs(name, call_op(_overload(operands), operands))
+    return _own_outputs(name, info.outputs(operands, by_dispatcher=native.extension is not None))
+
+
+def _own_outputs(name: str, outputs: Outputs) -> Sequence[Tensor | None]:
+    """Without those that the op lacks."""
+    absent = TRANSLATIONS[name].absent
+    return [each for at, each in enumerate(outputs) if at not in absent]
 
 
 def _below_autograd(operands: Operands) -> Outputs:

@@ -415,7 +415,7 @@ def require_settings(op, eps, weight_offset, rounding) -> None:
         raise ValueError(f"{op}: rounding must be one of {', '.join(known)}, got {rounding!r}")
     numbers = {"weight_offset": weight_offset} | ({} if eps is None and op.startswith("rms") else {"eps": eps})
     for name, value in numbers.items():
-        if not isinstance(value, (Real, Tensor, torch.SymFloat)):
+        if not isinstance(value, (float, Real, Tensor, torch.SymFloat)):  # Real is slow to ask
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
 
 

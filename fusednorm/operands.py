@@ -378,8 +378,12 @@ def operands_of(name: str, arguments: Sequence, named: dict[str, Any]) -> Operan
     if named or len(arguments) < len(by.names):
         given = by.template | dict(zip(by.names, arguments)) | named  # noqa: B905  the rest are defaults or named
         arguments = [given[each] for each in by.names]
-    if by.op.of_lists:
-        arguments = _apart(by, arguments)
+    return operands_by_position(name, _apart(by, arguments) if by.op.of_lists else arguments)
+
+
+def operands_by_position(name: str, arguments: Sequence) -> Operands:
+    """The operands that are all arguments of an op, those of lists one by one."""
+    by = TRANSLATIONS[name]
     full = (*by.template.values(), *arguments)
     values = [full[at] for at in by.sources]
     if by.mask and by.absent:

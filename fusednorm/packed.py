@@ -4,7 +4,6 @@ written once, by one op, where slices would give autograd several to add up."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from torch.autograd import Function
 from . import autograd, functional
 from .forms import ROUNDINGS
 from .host.torch_compat import recorder
-from .namespace import TORCH_OPS
-from .operands import call_op, op_outputs, operands_of
 from .problem.validation import require_strided
 
 Columns = tuple[int, int]
@@ -76,18 +73,18 @@ def _packed(
     groups = 1 if group_size is None else functional.groups_of(op, group_size, cols)
     record = recorder(PackedFunction, packed, weight, bias)
     if record is None:
-        rows = [packed[..., start:stop] for start, stop in places]
+        x, gate = _columns(packed, places)
         more = (cols,), weight_offset, rounding, (activation, groups)
-        return functional.of_form(op, rows[0], rows[1:], weight, bias, eps, *more), *_others(packed, places)
+        return functional.of_form(op, x, (gate,), weight, bias, eps, *more), *_others(packed, places)
     functional.require_settings(op, eps, weight_offset, rounding)
-    settings = {"weight_offset": float(weight_offset), "activation": activation, "groups": groups}
-    return record(op, places, eps, ROUNDINGS[rounding], settings, packed, weight, bias)
+    settings = eps, float(weight_offset), ROUNDINGS[rounding], None, activation, groups
+    return record(op, places, settings, packed, weight, bias)
 
 
 def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
     width = packed.shape[-1] if packed.dim() else 0
     for name, each in zip(("x", "gate"), ranges, strict=True):
-        if not (isinstance(each, Sequence) and len(each) == 2):
+        if not (isinstance(each, (tuple, Sequence)) and len(each) == 2):
             raise TypeError(f"{op}: {name} must be (start, stop), the range of its columns, got {each!r}")
     (x, x_end), (gate, gate_end) = ranges
     fits = 0 <= x < x_end <= width and 0 <= gate < gate_end <= width and x_end - x == gate_end - gate
@@ -97,44 +94,47 @@ def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Column
     return (x, x_end), (gate, gate_end)
 
 
+def _columns(packed: Tensor, ranges: Sequence[Columns]) -> list[Tensor]:
+    return [packed[..., start:stop] for start, stop in ranges]
+
+
 def _others(packed: Tensor, places: tuple[Columns, Columns]) -> list[Tensor]:
     """The other columns, as views."""
     x, gate = places
     (first, end), (last, last_end) = (x, gate) if x[0] < gate[0] else (gate, x)  # Dynamo sorts no symbolic numbers
     runs = (0, first), (end, last), (last_end, packed.shape[-1])
-    return [packed[..., start:stop] for start, stop in runs if stop > start]
+    return _columns(packed, [(start, stop) for start, stop in runs if stop > start])
 
 
 class PackedFunction(Function):
-    """apply(op, places, eps, rounds_x_hat, settings, packed, weight, bias) -> (y, *others)"""
+    """apply(op, places, settings, packed, weight, bias) -> (y, *others), with the op's settings by position."""
 
     @staticmethod
-    def forward(ctx, op, places, eps, rounds_x_hat, settings, packed, weight, bias):
-        x, gate = (packed[..., start:stop] for start, stop in places)
-        given = {"x": x, "normalized_shape": x.shape[-1:], "gate": gate, "weight": weight, "bias": bias, "eps": eps}
-        operands = operands_of(op, (), given | settings | {"rounds_x_hat": rounds_x_hat})
-        y, *statistics = op_outputs(op, call_op(getattr(TORCH_OPS, op).default, operands))
+    def forward(ctx, op, places, settings, packed, weight, bias):
+        x, gate = _columns(packed, places)
+        cols = places[0][1] - places[0][0]
+        y, *statistics = autograd.outputs_of(op, (x, (cols,), gate, weight, bias, *settings))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(packed, weight, bias, *statistics)
         ctx.width = packed.shape[-1]  # in a backward, Dynamo would take it for a stride of a gradient, and be wrong
-        ctx.op, ctx.places, ctx.settings = f"{op.replace('_fwd_', '_bwd_')}_packed", places, settings
-        ctx.info = autograd.info_for_backward(operands)
+        ctx.op, ctx.places, ctx.settings = op, places, settings
+        ctx.info = autograd.info_for_backward(op, settings[0])
         return y, *_others(packed, places)
 
     @staticmethod
     def backward(ctx, grad_y, *grads):
         packed, weight, bias, *statistics = ctx.saved_tensors
-        (x_at, x_end), (gate_at, gate_end) = ctx.places
-        x, gate = packed[..., x_at:x_end], packed[..., gate_at:gate_end]
-        wanted = zip(ctx.needs_input_grad[5:], (packed, weight, bias), strict=True)
-        given: dict[str, Any] = dict(zip(("mean", "rstd")[-len(statistics) :], statistics, strict=True))
-        given |= {"grad_out": torch.zeros_like(x) if grad_y is None else grad_y, "x": x, "gate": gate, "weight": weight}
-        given |= {"bias": bias, "output_mask": [want and of is not None for want, of in wanted]}
-        given |= {"normalized_shape": x.shape[-1:], "rest": _side_by_side(grads, packed, ctx.places)}
-        given |= {"width": ctx.width, "x_at": x_at, "gate_at": gate_at} | ctx.settings
-        operands = operands_of(ctx.op, (), given)
-        found = autograd.gradients_of(ctx.info, operands)
-        return None, None, None, None, None, *found
+        (x_at, x_end), (gate_at, _) = ctx.places
+        x, gate = _columns(packed, ctx.places)
+        _, _, _, *wanted = ctx.needs_input_grad
+        mask = tuple([want and of is not None for want, of in zip(wanted, (packed, weight, bias), strict=True)])
+        _, weight_offset, _, _, activation, groups = ctx.settings
+        grad_y = torch.zeros_like(x) if grad_y is None else grad_y
+        rest = _side_by_side(grads, packed, ctx.places)
+        given = grad_y, x, (x_end - x_at,), gate, *statistics, weight, bias, rest, mask
+        more = weight_offset, activation, groups, ctx.width, x_at, gate_at
+        name = f"{ctx.op.replace('_fwd_', '_bwd_')}_packed"
+        return None, None, None, *autograd.gradients_of(ctx.info, name, (*given, *more))
 
 
 def _side_by_side(grads, packed: Tensor, places: tuple[Columns, Columns]) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -25,7 +24,7 @@ from .reference import rotated
 NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
 NAMES = "q", "k", "q_weight", "k_weight", "q_bias", "k_bias"
 Rotary = tuple[Tensor, Tensor]
-Forward, Backward = TRANSLATIONS[FORWARD].type, partial(TRANSLATIONS[PACKED].type, suffix="_packed")
+Forward = TRANSLATIONS[FORWARD].type
 
 
 def qk_norm(
@@ -163,18 +162,16 @@ class PackedFunction(Function):
         ctx.save_for_backward(qkv, *parameters, cos, sin)
         ctx.packing, ctx.eps, ctx.settings = packing, eps, settings
         *both, v = Packing(*packing).split(qkv)
-        given = _of(*both, parameters, cos, sin, eps, Settings(*settings))
-        ctx.info = autograd.info_for_backward(given)
-        return *_forward("qk_norm_packed", given), v
+        ctx.info = autograd.info_for_backward(FORWARD, eps)
+        return *_forward("qk_norm_packed", _of(*both, parameters, cos, sin, eps, settings)), v
 
     @staticmethod
     def backward(ctx, *grads):
         qkv, *parameters, cos, sin = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:8]
-        mask = [want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)]
+        mask = tuple([want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)])
         given = *grads, qkv, *parameters, cos, sin, ctx.eps, mask, *ctx.packing, *ctx.settings
-        found = autograd.gradients_of(ctx.info, Backward("head", *given))
-        return None, None, None, *found, None, None
+        return None, None, None, *autograd.gradients_of(ctx.info, PACKED, given), None, None
 
 
 def _forward(op: str, operands: Operands) -> tuple[Tensor, ...]:

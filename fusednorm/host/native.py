@@ -183,6 +183,14 @@ def y_of(name: str, arguments: tuple) -> Any:
     return extension.y_of(_numbers[name], *arguments)
 
 
+def outputs_of(name: str, arguments: tuple) -> tuple[Any, ...] | None:
+    """All outputs of an op of either direction, for all of its arguments by position, those of lists one by one. None
+    if autograd records the call, or Python must run it."""
+    if extension is None or torch.compiler.is_dynamo_compiling():
+        return None
+    return extension.outputs_of(_numbers[name], *arguments)
+
+
 def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
     go to `launched`, which returns the outputs and a program that C++ can keep."""

@@ -289,4 +289,11 @@ inline void show_to_profiler(at::RecordFunction& record, const Given& given) {
   record.before(given.op.name.c_str(), &inputs);
 }
 
+// The outputs of a call that C++ may run, shown to profilers.
+inline Outputs run_shown(const Given& given) {
+  at::RecordFunction record(at::RecordScope::FUNCTION);
+  show_to_profiler(record, given);
+  return run(given, true);
+}
+
 }  // namespace fusednorm

@@ -34,7 +34,7 @@ Outputs run_above(const Given& given) {
   return to_tensors(given.op.above(*to_python(given)));
 }
 
-// -------------------------------------------------------------------------------- without statistics, for modules
+// -------------------------------------------------------------------------------- called by Python, without the dispatcher
 
 // Reads an argument from Python. Returns false for what Python must run.
 bool read(PyObject* argument, const Slot& slot, Given& given) {
@@ -80,44 +80,75 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       given.settings.push_back(
           is_none ? NONE : static_cast<int64_t>(reinterpret_cast<THPDtype*>(argument)->scalar_type));
       return true;
+    case Role::MASK: {
+      if (!PyTuple_Check(argument)) return false;
+      c10::SmallVector<bool, 8> flags;
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(argument); ++i) flags.push_back(PyTuple_GET_ITEM(argument, i) == Py_True);
+      given.settings.push_back(as_setting(flags));
+      return true;
+    }
     default:
       if (!is_none && !THPVariable_CheckTypeExact(Py_TYPE(argument))) return false;
       given.tensors.push_back(is_none ? &undefined() : &THPVariable_Unpack(argument));
-      return slot.role != Role::MASK;
+      return true;
   }
 }
 
-// A forward without the dispatcher, and without statistics that no backward will read: y, or a tuple of y and the outputs
-// behind the statistics. The arguments are the op's number and its own arguments. Returns None for calls that Python must
-// run.
-PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  auto decline = [] { Py_RETURN_NONE; };
+// The operands that Python passes: the op's number and its arguments, those of lists one by one. Nothing for calls that
+// Python must run.
+optional<Given> from_python(PyObject* const* arguments, Py_ssize_t count) {
   const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
   if (static_cast<size_t>(count) != 1 + op.num_values || at::impl::torch_function_mode_enabled() ||
       at::tracer::impl::is_dispatch_enabled() || c10::InferenceMode::is_enabled() ||
       (op.follows_autocast && at::autocast::is_autocast_enabled(at::kCUDA)))
-    return decline();
-  Given given(op);
+    return {};
+  optional<Given> given(op);
   for (const Slot& slot : op.inputs)
-    if (!slot.is_argument) given.settings.push_back(true);
-    else if (!read(*++arguments, slot, given)) return decline();
-  if (needs_python(given)) return decline();
-  bool recorded = is_recorded(given.tensors);
-  if (recorded && !op.backward) return decline();
+    if (!slot.is_argument) given->settings.push_back(true);
+    else if (!read(*++arguments, slot, *given)) return {};
+  if (needs_python(*given)) return {};
+  return given;
+}
+
+PyObject* to_tuple(const Outputs& outputs, const std::vector<size_t>& which) {
+  py::tuple made(which.size());
+  for (size_t i = 0; i < which.size(); ++i) made[i] = to_python(outputs[which[i]]);
+  return made.release().ptr();
+}
+
+// A forward, without statistics that no backward will read: y, or a tuple of y and the outputs behind the statistics.
+// Returns None for calls that Python must run.
+PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  optional<Given> given = from_python(arguments, count);
+  if (!given) Py_RETURN_NONE;
+  const Op& op = given->op;
+  bool recorded = is_recorded(given->tensors);
+  if (recorded && !op.backward) Py_RETURN_NONE;
   Outputs outputs;
   {
     py::gil_scoped_release released;
     at::RecordFunction record(at::RecordScope::FUNCTION);
-    show_to_profiler(record, given);
-    if (op.wants_statistics) given.settings[*op.wants_statistics] = recorded;
-    outputs = recorded ? record_forward(given, /*statistics_inside=*/true) : run(given, true);
+    show_to_profiler(record, *given);
+    if (op.wants_statistics) given->settings[*op.wants_statistics] = recorded;
+    outputs = recorded ? record_forward(*given, /*statistics_inside=*/true) : run(*given, true);
   }
-  const auto& returned = op.without_statistics;
-  if (returned.size() == 1) return THPVariable_Wrap(outputs[0]);
-  py::tuple made(returned.size());
-  for (size_t i = 0; i < returned.size(); ++i) made[i] = to_python(outputs[returned[i]]);
-  return made.release().ptr();
+  if (op.without_statistics.size() == 1) return THPVariable_Wrap(outputs[0]);
+  return to_tuple(outputs, op.without_statistics);
+  END_HANDLE_TH_ERRORS
+}
+
+// A tuple of all outputs of an op of either direction that autograd does not record. Returns None for other calls.
+PyObject* outputs_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  optional<Given> given = from_python(arguments, count);
+  if (!given || is_recorded(given->tensors)) Py_RETURN_NONE;
+  Outputs outputs;
+  {
+    py::gil_scoped_release released;
+    outputs = run_shown(*given);
+  }
+  return to_tuple(outputs, given->op.outputs);
   END_HANDLE_TH_ERRORS
 }
 
@@ -126,6 +157,7 @@ PyObject* invariance(PyObject*, PyObject*) { return PyLong_FromLongLong(fusednor
 PyMethodDef functions[] = {
     {"invariance", invariance, METH_NOARGS, nullptr},
     {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
+    {"outputs_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(outputs_of)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

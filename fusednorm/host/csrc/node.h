@@ -173,11 +173,8 @@ struct NormBackward : torch::autograd::Node {
   // The outputs of the backward op.
   static Outputs backward_of(const Info& info, const Given& given) {
     bool is_differentiated = at::GradMode::is_enabled();
-    if (may_run_here(given.tensors) && !is_differentiated && !needs_formula(given.differentiable())) {
-      at::RecordFunction record(at::RecordScope::FUNCTION);
-      show_to_profiler(record, given);
-      return run(given, true);
-    }
+    if (may_run_here(given.tensors) && !is_differentiated && !needs_formula(given.differentiable()))
+      return run_shown(given);
     if (!is_differentiated || !info.statistics_inside) return dispatch(given);
     // Gradients flow through the statistics, which are constants here.
     py::gil_scoped_acquire gil;
