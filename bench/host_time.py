@@ -1,5 +1,5 @@
 """Times the host side of eager calls, ours beside ATen's: the raw ops, and modules with autograd. Modules of forms are
-timed beside the plain one's, and norms of q and k beside two of torch.nn.
+timed beside torch.nn's norm with torch's own operations, and norms of q and k beside two of torch.nn.
 
     python -m bench.host_time --rows 128 --cols 1024
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import fusednorm
 from fusednorm.host import native
@@ -84,11 +85,21 @@ def report(times: dict[Timed, Times]) -> None:
     rows = []
     for key, each in times.items():
         if key.candidate == OURS:
-            atens = times.get(key._replace(candidate=ATEN))
-            numbers = (each.median, atens.median, each.median / atens.median) if atens else (each.median,)
-            rows.append([key.norm, key.call, *(f"{number:.2f}" for number in numbers), *[""] * (3 - len(numbers))])
+            atens, plain = times.get(key._replace(candidate=ATEN)), times.get(key._replace(call=plain_call(key.call)))
+            numbers = (
+                each.median,
+                atens and atens.median,
+                atens and each.median / atens.median,
+                plain and each.median / plain.median,
+            )
+            rows.append([key.norm, key.call, *("" if number is None else f"{number:.2f}" for number in numbers)])
     title = f"Host us of a call, our host side in {'C++' if native.extension else 'Python'}"
-    print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio"], rows, "bench")
+    print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio", "of plain"], rows, "bench")
+
+
+def plain_call(call: str) -> str:
+    """The call of the plain module that is to be compared with a module's call."""
+    return f"module, {call.rpartition(', ')[2]}"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -137,27 +148,80 @@ def calls_of(
 def calls_of_forms(
     norm: str, rows: int, cols: int, dtype: torch.dtype, device: str = "cuda"
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """By (call, candidate): modules of forms, with their backwards and without gradients, and a module of a model that
-    patch_model has patched."""
-    x, residual, dy = (torch.randn(rows, cols, device=device, dtype=dtype) for _ in range(3))
-    name, options = {"layer": "LayerNorm", "rms": "RMSNorm"}[norm], {"device": device, "dtype": dtype}
-    modules = {
-        "with weight_offset": (getattr(fusednorm, f"Affine{name}")(cols, weight_offset=1.0, **options), (x,)),
-        "rounding x_hat": (getattr(fusednorm, f"Affine{name}")(cols, rounding="x_hat", **options), (x,)),
-        "of a sum": (getattr(fusednorm, f"Add{name}")(cols, **options), (x, residual)),
-        "plus a residual": (getattr(fusednorm, f"{name}Add")(cols, **options), (x, residual)),
-        "with a gate": (getattr(fusednorm, f"{name}Gated")(cols, **options), (x, residual)),
-        "with a packed gate": (PackedGate(norm, cols, **options), (torch.cat([x, residual], -1),)),
+    """By (call, candidate): modules of forms, with their backwards and without gradients, beside torch.nn's norm with
+    torch's own operations; and a module of a model that patch_model has patched."""
+    options = {"device": device, "dtype": dtype}
+    x, residual, dy = (torch.randn(rows, cols, **options) for _ in range(3))
+    scale, shift = (torch.randn(cols, **options) for _ in range(2))
+    given = {
+        **dict.fromkeys(("of a sum", "beside a residual", "plus a residual", "with a gate"), (x, residual)),
+        "modulated": (x, scale, shift),
+        "with a packed gate": (torch.cat([x, residual], -1),),
+    }
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for (form, candidate), module in modules_of_forms(norm, cols, options).items():
+        rows_of_it = given.get(form, (x,))
+        calls[f"module {form}, forward and backward", candidate] = training_call(module, rows_of_it, dy)
+        calls[f"module {form}, no gradient", candidate] = inference_call(module, rows_of_it)
+    return calls
+
+
+def modules_of_forms(norm: str, cols: int, options: dict) -> dict[tuple[str, str], torch.nn.Module]:
+    """By (form, candidate). Beside a residual that passes by, the plain module has the tensors and the gradients of the
+    module of a sum, whose additional host time is ours to save."""
+    name = {"layer": "LayerNorm", "rms": "RMSNorm"}[norm]
+    stock = functools.partial(getattr(torch.nn, name), cols, **options)
+    modules: dict[tuple[str, str], torch.nn.Module] = {
+        ("with weight_offset", OURS): getattr(fusednorm, f"Affine{name}")(cols, weight_offset=1.0, **options),
+        ("rounding x_hat", OURS): getattr(fusednorm, f"Affine{name}")(cols, rounding="x_hat", **options),
+        ("of a sum", OURS): getattr(fusednorm, f"Add{name}")(cols, **options),
+        ("of a sum", ATEN): Composed(stock(), norm_of_sum),
+        ("beside a residual", OURS): beside_residual(getattr(fusednorm, name))(cols, **options),
+        ("plus a residual", OURS): getattr(fusednorm, f"{name}Add")(cols, **options),
+        ("plus a residual", ATEN): Composed(stock(), lambda norm, x, residual: residual + norm(x)),
+        ("with a gate", OURS): getattr(fusednorm, f"{name}Gated")(cols, **options),
+        ("with a gate", ATEN): Composed(stock(), lambda norm, x, gate: norm(x) * F.silu(gate)),
+        ("modulated", OURS): getattr(fusednorm, f"Ada{name}")(cols, **options),
+        ("modulated", ATEN): Composed(
+            stock(elementwise_affine=False), lambda norm, x, scale, shift: norm(x) * (1 + scale) + shift
+        ),
+        ("with a packed gate", OURS): PackedGate(norm, cols, **options),
+        ("with a packed gate", ATEN): Composed(stock(), gated_halves),
     }
     if norm == "rms":
-        module = ByHand(cols, **options)
-        fusednorm.patch_model(module)
-        modules["written by hand, patched"] = module, (x,)
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
-    for form, (module, rows_of_it) in modules.items():
-        calls[f"module {form}, forward and backward", OURS] = training_call(module, rows_of_it, dy)
-        calls[f"module {form}, no gradient", OURS] = inference_call(module, rows_of_it)
-    return calls
+        by_hand = ByHand(cols, **options)
+        fusednorm.patch_model(by_hand)
+        modules["written by hand, patched", OURS] = by_hand
+    return modules
+
+
+def beside_residual(norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    class BesideResidual(norm):
+        def forward(self, x, residual):
+            return super().forward(x), residual
+
+    return BesideResidual
+
+
+class Composed(torch.nn.Module):
+    """A norm and operations around it."""
+
+    def __init__(self, norm: torch.nn.Module, run: Callable):
+        super().__init__()
+        self.norm, self.run = norm, run
+
+    def forward(self, *rows):
+        return self.run(self.norm, *rows)
+
+
+def norm_of_sum(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return norm(total), total
+
+
+def gated_halves(norm: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:
+    x, gate = packed.chunk(2, -1)
+    return norm(x) * F.silu(gate)
 
 
 HEADS, KV_HEADS = 8, 2

@@ -78,7 +78,7 @@ class Computation:
         """All arguments of the op by position, for an x and a gate if the form has one."""
         (x, *gate), form = inputs, self.form
         more = (form.activation, form.groups) if gate else ()
-        return x, x.shape[-1:], *gate, weight, bias, eps, form.weight_offset, rounds_x_hat, y_dtype, *more
+        return x, (x.shape[-1],), *gate, weight, bias, eps, form.weight_offset, rounds_x_hat, y_dtype, *more
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _takes(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
 
 
 def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
-    if rule == "x" or weight is None:
+    if rule == "x" or weight is None or weight.dtype is x.dtype:
         return x.dtype
     if rule == "weight" and weight.dtype in HALF_DTYPES:
         return weight.dtype

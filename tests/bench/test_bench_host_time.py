@@ -23,9 +23,22 @@ def test_both_candidates_of_every_call_compute_the_same():
 def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
     calls = host_time.calls_of_forms(norm, 3, 8, torch.float32, "cpu")
     assert {name.split(", ")[-1] for name, _ in calls} == {"forward and backward", "no gradient"}
-    assert len(calls) == 2 * (7 if norm == "rms" else 6)
+    assert len(calls) == 2 * len(host_time.modules_of_forms(norm, 8, {}))
     for call in calls.values():
         call()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_torchs_operations_beside_a_form_compute_the_same(norm):
+    modules = host_time.modules_of_forms(norm, 8, {"dtype": torch.float64})
+    stocks = {form: module for (form, candidate), module in modules.items() if candidate == "aten"}
+    assert len(stocks) == 5
+    for form, stock in stocks.items():
+        width, more = (16, 0) if "packed" in form else (8, 2 if form == "modulated" else 1)
+        given = torch.randn(1 + more, 3, width, dtype=torch.float64)
+        got, want = modules[form, "fusednorm"](*given), stock(*given)
+        got = got[0] if "packed" in form else got  # a tuple with the other columns
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
