@@ -50,7 +50,7 @@ def _two_norms_ms(direction: str) -> float:
 
 
 def _seconds_of_first_call(state: str) -> float:
-    (record,) = (each for each in tables.records_of("first-call") if each["state"] == state)
+    (record,) = (each for each in tables.newest_day("first-call") if each["state"] == state)
     return record["forward_s"] + record["backward_s"]
 
 
