@@ -42,6 +42,7 @@ class Joined(NamedTuple):
     tensors: dict[str, Node]  # operands
     settings: dict[str, Any]  # operands of the op's form; its y_dtype is that of y
     replaced: dict[Node, int]  # the results that the op has, y first, and at which place
+    views: dict[str, Node] = {}  # of operands that the op gets as views: of what has their shape and dtype
 
     @property
     def y(self) -> Node:
@@ -50,6 +51,11 @@ class Joined(NamedTuple):
     @property
     def inputs(self) -> list[Node]:
         return [*self.tensors.values()]
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The operands' as the op gets them."""
+        return {name: value_of(self.views.get(name, each)) for name, each in self.tensors.items()}
 
     def arguments(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The op's, with these tensors."""
@@ -82,6 +88,9 @@ def make_op(graph: Graph, found: Joined, made: dict[Node, Node]) -> None:
     """Replace the norm, and add what replaces it to `made`, which has what replaces results of norms before."""
     tensors = {name: made.get(each, each) for name, each in found.tensors.items()}
     with graph.inserting_before(min(found.users())):
+        for name, view in found.views.items():
+            tensors[name] = graph.create_node(view.op, view.target, (tensors[name], *view.args[1:]), view.kwargs)
+            tensors[name].meta = dict(view.meta)
         op = graph.call_function(getattr(TORCH_OPS, found.op.name).default, (), found.arguments(tensors))
         outputs = {old: graph.call_function(operator.getitem, (op, at)) for old, at in found.replaced.items()}
     op.meta = {name: each for name, each in found.y.meta.items() if name != "example_value"}
@@ -96,7 +105,7 @@ def make_op(graph: Graph, found: Joined, made: dict[Node, Node]) -> None:
 
 
 def _is_taken(found: Joined) -> bool:
-    tensors, h, y = {name: value_of(each) for name, each in found.tensors.items()}, value_of(found.h), value_of(found.y)
+    tensors, h, y = found.values, value_of(found.h), value_of(found.y)
     stream = {y.dtype, *(tensors[name].dtype for name in ("x", "residual") if name in tensors)}
     is_wide = h.dtype != torch.float64 and any(each.dtype == torch.float64 for each in tensors.values())
     if stream != {h.dtype} or is_wide or V.aot_compilation:

@@ -3,6 +3,8 @@
     h = residual + gate * branch                or residual + branch, or no sum
     y = norm(h) * (1 + scale) + shift           a norm by hand or torch's; with or without shift and casts
 
+or as addcmul. A scale may be viewed as x's rows want it behind 1 + scale, too.
+
 Inductor computes the gradients of scale, shift and gate, which are sums over the rows of a sample, in kernels of their
 own, and reads a row twice forward. The op reads and writes each large tensor once in each direction. Its results are
 rounded once, where code in 16 bits rounds at each step.
@@ -17,7 +19,7 @@ from torch.fx import Node
 
 from ..operands import FORWARD, OPS, WAYS
 from .joining import Joined, behind_float_casts, has_shape_of, is_equal, is_float, narrowed_to
-from .written import Written, kind_of, only_user, other_factor, terms_of, uncast, value_of, with_number
+from .written import Written, kind_of, only_user, terms_of, uncast, value_of, with_number
 
 
 class Modulated(NamedTuple):
@@ -28,6 +30,7 @@ class Modulated(NamedTuple):
     y: Node
     scale: Node
     shift: Node | None
+    view: Node | None = None  # of 1 + scale, which has the scale's shape
 
     def joined(self, of: str = "", **rows: Node) -> Joined:
         """With rows in place of h."""
@@ -35,7 +38,8 @@ class Modulated(NamedTuple):
         given = {"weight": self.norm.weight, "bias": self.norm.bias, "scale": self.scale, "shift": self.shift}
         tensors = {name: each for name, each in given.items() if each is not None} | (rows or {"x": self.h})
         replaced = {self.y: 0} | ({self.h: len(op.outputs) - 1} if rows else {})
-        return Joined(self.norm, op, self.h, tensors, self.norm.settings, replaced)
+        views = {"scale": self.view} if self.view else {}
+        return Joined(self.norm, op, self.h, tensors, self.norm.settings, replaced, views)
 
 
 def find(norm: Written) -> Iterator[Joined]:
@@ -51,36 +55,61 @@ def find(norm: Written) -> Iterator[Joined]:
 
 def _modulated(norm: Written, h: Node) -> Modulated | None:
     y = behind_float_casts(norm.y)
-    product = only_user(y)
-    scale, one = with_number(other_factor(y, product))
-    if one != 1.0 or not _is_modulation(scale := uncast(scale), h):
+    user = only_user(y)
+    shift, *factors = terms_of(user, "addcmul", 3) or (None, *(terms_of(user, "mul") or ()))
+    if y not in factors:
         return None
-    y, shift, summed = product, None, only_user(product)
-    terms = terms_of(summed, "add") or []
-    if product in terms and has_shape_of(other := terms[terms[0] is product], scale):
-        y, shift = summed, uncast(other)
-    return Modulated(norm, h, narrowed_to(y, h), scale, shift)
+    factor = factors[factors[0] is y]
+    view = factor if _is_view(factor) else None
+    scale, one = with_number(view.args[0] if view else factor)
+    scale, y = scale if view else uncast(scale), user
+    if one != 1.0 or not is_float(scale) or not _is_modulation(like := view or scale, h):
+        return None
+    if shift is None:
+        summed = only_user(y)
+        terms = terms_of(summed, "add") or []
+        if y in terms and has_shape_of(other := terms[terms[0] is y], like):
+            y, shift = summed, other
+    elif not has_shape_of(shift, like):
+        return None
+    return Modulated(norm, h, narrowed_to(y, h), scale, shift and uncast(shift), view)
 
 
 def _with_sum(found: Modulated) -> Iterator[Joined]:
     """With what h is a sum of."""
-    total = found.h
+    total, like = found.h, found.view or found.scale
     while kind_of(total) == "cast" and only_user(total.args[0]) is total:
         total = total.args[0]
+    for residual, gate, branch in _gated_sums(total):
+        if has_shape_of(gate, like) and all(has_shape_of(each, found.h) for each in (residual, branch)):
+            yield found.joined("_of_gated_sum", x=branch, residual=residual, gate=gate)
     terms = [uncast(each) for each in terms_of(total, "add") or ()]
-    if not terms or not all(has_shape_of(each, found.h) for each in terms):
-        return
-    for residual, product in (terms, terms[::-1]):
-        for gate, branch in _factors(product):
-            if has_shape_of(gate, found.scale) and has_shape_of(branch, found.h) and only_user(product):
-                yield found.joined("_of_gated_sum", x=branch, residual=residual, gate=gate)
-    yield found.joined("_of_sum", x=terms[0], residual=terms[1])
+    if terms and all(has_shape_of(each, found.h) for each in terms):
+        yield found.joined("_of_sum", x=terms[0], residual=terms[1])
 
 
-def _factors(product: Node) -> list[tuple[Node, Node]]:
-    """The two factors of a product, in both orders."""
-    factors = [uncast(each) for each in terms_of(product, "mul") or ()]
-    return [(one, other) for one, other in (factors, factors[::-1])] if factors else []
+def _gated_sums(total: Node) -> Iterator[tuple[Node, Node, Node]]:
+    """The ways to see it as residual + gate * branch."""
+    fused = terms_of(total, "addcmul", 3)
+    sums = [(fused[0], fused[1:])] if fused else []
+    for residual, product in _both_orders([uncast(each) for each in terms_of(total, "add") or ()]):
+        if only_user(product):
+            sums.append((residual, terms_of(product, "mul")))
+    for residual, factors in sums:
+        for gate, branch in _both_orders([uncast(each) for each in factors or ()]):
+            yield uncast(residual), gate, branch
+
+
+def _both_orders(pair: list) -> list[list]:
+    return [pair, pair[::-1]] if pair else []
+
+
+def _is_view(node: Any) -> bool:
+    """Whether it adds dims of one element to a tensor."""
+    if kind_of(node) == "unsqueeze":
+        return True
+    index = node.args[1] if kind_of(node) == "getitem" else ()
+    return isinstance(index, tuple) and bool(index) and all(each in (None, ..., slice(None)) for each in index)
 
 
 def _is_modulation(node: Any, h: Node) -> bool:

@@ -25,7 +25,8 @@ from . import routing
 from .folding import SIXTEEN_BITS
 from .paying import reached
 
-NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze")
+NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze",
+         "addcmul")  # fmt: skip
 KINDS: dict[Any, str] = {
     **{getattr(where, name): name for name in NAMES for where in (operator, torch) if hasattr(where, name)},
     **{name: name for name in NAMES},
@@ -198,8 +199,8 @@ def is_cast_to(node: Any, like: Tensor) -> bool:
     return kind_of(node) == "cast" and (value.dtype, value.device) == (like.dtype, like.device)
 
 
-def terms_of(node: Any, kind: str) -> list | None:
-    return list(node.args) if kind_of(node) == kind and len(node.args) == 2 and not node.kwargs else None
+def terms_of(node: Any, kind: str, count: int = 2) -> list | None:
+    return list(node.args) if kind_of(node) == kind and len(node.args) == count and not node.kwargs else None
 
 
 def other_factor(factor: Node, product: Node) -> Node | None:

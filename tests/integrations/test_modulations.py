@@ -66,7 +66,25 @@ def z_image(h, scale, shift, norm):
     return norm(h) * (1 + scale.unsqueeze(1))
 
 
+def continuous(h, scale, shift, norm):
+    """As diffusers' AdaLayerNormContinuous."""
+    return norm(h) * (1 + scale)[:, None, :] + shift[:, None, :]
+
+
+def z_image_at_the_end(h, scale, shift, norm):
+    return norm(h) * (1.0 + scale).unsqueeze(1)
+
+
+def at_once(h, scale, shift, norm):
+    return torch.addcmul(shift[:, None], norm(h), 1 + scale[:, None])
+
+
+def at_once_by_method(h, scale, shift, norm):
+    return shift[:, None].addcmul((scale + 1)[:, None], norm(h))
+
+
 WRITTEN = [dit, sd3, wan, z_image]
+MORE = [continuous, z_image_at_the_end, at_once, at_once_by_method]
 
 
 def no_sum(x, residual, gate):
@@ -83,6 +101,10 @@ def gated_sum(x, residual, gate):
 
 def gated_sum_of_wan(x, residual, gate):
     return (residual.float() + x * gate[:, None].float()).type_as(residual)
+
+
+def gated_sum_at_once(x, residual, gate):
+    return torch.addcmul(residual, gate.unsqueeze(1), x)
 
 
 SUMS = {"": no_sum, "of_sum": plain_sum, "of_gated_sum": gated_sum, "of_gated_sum ": gated_sum_of_wan}
@@ -122,11 +144,16 @@ def assert_is_one_op(traced, norm, of):
     assert ops_in(traced.backward) == [f"fusednorm.{kind}_norm_bwd_modulated"]
 
 
-@pytest.mark.parametrize("of", SUMS)
-@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("norm", EVERY, ids=lambda each: each.__name__)
-def test_norm_modulation_and_sum_are_one_op_in_both_directions(norm, written, of):
-    model, given = functools.partial(block, norm=norm, written=written, summed=SUMS[of]), operands()
+def every_way() -> list:
+    """(norm, modulation, the op's sum, the sum): each with each, but what is seldom with one norm."""
+    ways = [(norm, written, *of) for norm in EVERY for written in WRITTEN for of in SUMS.items()]
+    ways += [(layer_by_hand, written, "of_gated_sum", gated_sum_at_once) for written in MORE]
+    return [pytest.param(*each, id="-".join(getattr(of, "__name__", of) for of in each)) for each in ways]
+
+
+@pytest.mark.parametrize("norm, written, of, summed", every_way())
+def test_norm_modulation_and_sum_are_one_op_in_both_directions(norm, written, of, summed):
+    model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands()
     traced = trace(model, modulated=True)
     got, want = results(traced, given), results(model, given)
     for ours, theirs in zip(got, want, strict=True):
@@ -153,7 +180,7 @@ def test_bfloat16_is_as_exact_as_it_was(norm, summed, of):
     assert [each.dtype for each in got] == [each.dtype for each in stock] and len(ops_in(traced.forward)) == 1
 
 
-@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("written", [*WRITTEN, *MORE], ids=lambda each: each.__name__)
 def test_a_sum_may_be_of_use_to_the_norm_alone(written):
     def model(x, residual, scale, shift, gate, weight):
         return [written(gated_sum(x, residual, gate), scale, shift, functools.partial(layer, weight=None))]
@@ -222,6 +249,24 @@ def two_plus(h, scale, shift, norm):
     return norm(h) * (2 + scale[:, None]) + shift[:, None]
 
 
+def scaled_by_two(h, scale, shift, norm):
+    return torch.addcmul(shift[:, None], norm(h), 1 + scale[:, None], value=2)
+
+
+def a_part_of_the_scale(h, scale, shift, norm):
+    return norm(h) * (1 + scale)[:1, None] + shift[:1, None]
+
+
+def no_plus_behind_a_view(h, scale, shift, norm):
+    plus = 1 + scale
+    plus.mul_(2)
+    return norm(h) * plus[:, None] + shift[:, None]
+
+
+def shift_of_all_rows(h, scale, shift, norm):
+    return torch.addcmul(h, norm(h), 1 + scale[:, None]) + shift[:, None]
+
+
 def no_plus(h, scale, shift, norm):
     return norm(h) * scale[:, None] + shift[:, None]
 
@@ -245,7 +290,8 @@ def narrowed(h, scale, shift, norm):
     return (norm(h) * (1 + scale[:, None]) + shift[:, None]).half()
 
 
-OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over]
+OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over, scaled_by_two, a_part_of_the_scale,
+          no_plus_behind_a_view, shift_of_all_rows]  # fmt: skip
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)
