@@ -44,7 +44,7 @@ from .zoo.ways import stock_backend
 
 EPS = 1e-6
 WAYS = {"compiled stock": "stock", "compiled enable_inductor": "ours"}  # in bench.zoo, here
-OTHERS = {"apart": {"rotary": False}, "modulated": {"modulated": True}, "gated": {"gated": True}}  # ways of some cases
+OTHERS = {"apart": (), "modulated": "modulated", "gated": "gated"}  # ways of some cases: what is joined
 FACTOR = 1.2  # of the error of stock Inductor
 BF16 = torch.bfloat16
 LEAST = 30  # seconds more than --seconds, for a model that is measured
@@ -225,7 +225,7 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
     if other := CASES[name].other:
-        backends[other] = partial(inductor.compile_graph, options=OTHERS[other])
+        backends[other] = partial(inductor.compile_graph, options={"join": OTHERS[other]})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     ways["forms"] = lambda *given: _tuple(CASES[name].form(*given))
     found, norms = {}, {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,9 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
-from fusednorm.integrations import folding, rewriting, routing
-
-DEFAULT = rewriting.Joins()
+from fusednorm.integrations import folding, inductor, rewriting, routing
 
 
 @pytest.fixture
@@ -54,16 +52,16 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, stock: bool = False, **settings) -> Traced:
-    """The model compiled, as one graph by default, with what enable_inductor with these settings does to graphs, but
-    without code generation; other settings are torch.compile's. stock: with what Inductor does by itself."""
-    traced, joins = Traced(), {name: settings.pop(name) for name in rewriting.Joins._fields if name in settings}
-    backend = backend_of(traced, stock, rewriting.Joins(**joins))
+def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = inductor.DEFAULT, **settings) -> Traced:
+    """The model compiled, as one graph by default, with what enable_inductor(join=join) does to graphs, but without
+    code generation; settings are torch.compile's. stock: with what Inductor does by itself."""
+    traced = Traced()
+    backend = backend_of(traced, stock, join)
     traced.model = torch.compile(model, backend=backend, **{"fullgraph": True} | settings)
     return traced
 
 
-def backend_of(traced: Traced, stock: bool = False, joins: rewriting.Joins = DEFAULT) -> Callable:
+def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = inductor.DEFAULT) -> Callable:
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
@@ -86,7 +84,7 @@ def backend_of(traced: Traced, stock: bool = False, joins: rewriting.Joins = DEF
         if stock:
             return compile(graph, inputs)
         with routing.decompositions_replaced():
-            return rewriting.compiled(graph, lambda: compile(graph, inputs), joins)
+            return rewriting.compiled(graph, lambda: compile(graph, inputs), rewriting.joins_of(join))
 
     return backend
 

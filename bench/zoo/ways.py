@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,8 +123,8 @@ def _compiled(model: nn.Module, batch: Batch) -> Way:
     return Way(model, compiled(model, stock_backend()))
 
 
-def _enable_inductor(model: nn.Module, batch: Batch, **joins: bool) -> Way:
-    return _under_inductor(Way(model, model), **joins)
+def _enable_inductor(model: nn.Module, batch: Batch, **options: Any) -> Way:
+    return _under_inductor(Way(model, model), **options)
 
 
 def _patched_compiled(model: nn.Module, batch: Batch) -> Way:
@@ -136,13 +137,13 @@ def _patched_enable_inductor(model: nn.Module, batch: Batch) -> Way:
     return _under_inductor(_patch_model(model, batch))
 
 
-def _under_inductor(way: Way, **joins: bool) -> Way:
-    """What enable_inductor(**joins) does, for this model alone."""
+def _under_inductor(way: Way, **options: Any) -> Way:
+    """What enable_inductor(**options) does, for this model alone."""
     from fusednorm.integrations import inductor
 
     notes = way.norms
     inductor.report(clear=True)
-    way.call = compiled(way.model, partial(inductor.compile_graph, options=joins))
+    way.call = compiled(way.model, partial(inductor.compile_graph, options=options))
     way.report = lambda: [*notes, *(f"{count} x {entry}" for entry, count in inductor.report().items())]
     return way
 
@@ -159,9 +160,9 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled patch_model": _patched_compiled,
     "compiled both": _patched_enable_inductor,
     "eager patch_model rotary": partial(_patch_model, rotary=True),
-    "compiled enable_inductor apart": partial(_enable_inductor, rotary=False),
-    "compiled enable_inductor modulated": partial(_enable_inductor, modulated=True),
-    "compiled enable_inductor gated": partial(_enable_inductor, gated=True),
+    "compiled enable_inductor apart": partial(_enable_inductor, join=()),
+    "compiled enable_inductor modulated": partial(_enable_inductor, join=("rotary", "modulated")),
+    "compiled enable_inductor gated": partial(_enable_inductor, join=("rotary", "gated")),
 }
 
 

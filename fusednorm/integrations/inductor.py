@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-_joins = rewriting.Joins()  # enable_inductor's, the last ones given
+DEFAULT = "rotary"  # what enable_inductor joins
+_joins = rewriting.joins_of(DEFAULT)  # the last ones given
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
@@ -52,21 +53,22 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, except for very wide rows.
 
-    Norms of q and k and the rotation (RoPE) by halves that follows both become one op in both directions, head_norm_fwd
-    and head_norm_bwd. With rotary=False they stay apart. With modulated=True, norm(h) * (1 + scale) + shift becomes one
-    op, too, together with a sum h = residual + gate * x or residual + x; with gated=True, norm(x) * act(gate) and
-    norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
+    join names what becomes one op with its norm, in both directions. It is a name or some, () for none, or "all".
+
+    - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
+    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
+    - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
 
     Lasts until disable_inductor(). As a context manager, it restores the earlier state at the end of the block. Calling
-    it again has no effect but on these three. Graphs compiled before stay as they are until torch._dynamo.reset().
+    it again has no effect but on join. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self, *, rotary: bool = True, modulated: bool = False, gated: bool = False) -> None:
+    def __init__(self, *, join: str | Iterable[str] = DEFAULT) -> None:
         self._was_enabled, self._had_joins = _stock_compile_fx is not None, _joins
-        _enable(rewriting.Joins(rotary, modulated, gated))
+        _enable(rewriting.joins_of(join))
 
     def __enter__(self) -> enable_inductor:
         return self
@@ -88,18 +90,18 @@ def disable_inductor() -> None:
 
 def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None = None, options: dict | None = None):
     """The backend of torch.compile(model, backend="fusednorm"): for this model alone, Inductor as under
-    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["rotary"],
-    options["modulated"] and options["gated"] are enable_inductor's.
+    enable_inductor(). mode and options are those that torch.compile takes for Inductor. options["join"]
+    is enable_inductor's.
     """
     given = dict(options or {})
-    joins = rewriting.Joins(**{name: given.pop(name) for name in rewriting.Joins._fields if name in given})
+    joins = rewriting.joins_of(given.pop("join", DEFAULT))
     settings = _Settings(mode or "default", given, None).config
     compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: joins)
     with config.patch(settings):
         return compile_fx(graph, inputs, config.patch(settings)(inductor.compile_fx_inner))
 
 
-def _enable(joins: rewriting.Joins) -> None:
+def _enable(joins: Set[str]) -> None:
     global _stock_compile_fx, _joins
     _joins = joins
     if _stock_compile_fx is None:
@@ -107,9 +109,7 @@ def _enable(joins: rewriting.Joins) -> None:
         inductor.compile_fx = _routed(_stock_compile_fx, lambda: _joins)
 
 
-def _routed(
-    compile_fx: Callable[..., Any], asked: Callable[[], rewriting.Joins] = rewriting.Joins
-) -> Callable[..., Any]:
+def _routed(compile_fx: Callable[..., Any], asked: Callable[[], Set[str]]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
         joins = asked()
@@ -128,14 +128,14 @@ def _routed(
 
 
 @contextlib.contextmanager
-def _compiling(joins: rewriting.Joins) -> Iterator[None]:
+def _compiling(joins: Set[str]) -> Iterator[None]:
     """The state for compiling a traced graph. A backward may be compiled long after tracing, on autograd's thread."""
     with _tagged(joins), routing.decompositions_restored():
         yield
 
 
-def _tagged(joins: rewriting.Joins) -> contextlib.AbstractContextManager:
-    tag, own = torch.compiler.config.cache_key_tag, f"{_tag()}-{sum(2**at for at, each in enumerate(joins) if each)}"
+def _tagged(joins: Set[str]) -> contextlib.AbstractContextManager:
+    tag, own = torch.compiler.config.cache_key_tag, f"{_tag()}-{'-'.join(sorted(joins))};"
     return torch.compiler.config.patch(cache_key_tag=tag if own in tag else tag + own)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Callable, Container
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Container, Iterable, Set
+from typing import Any, TypeVar
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -27,19 +27,21 @@ from .rotations import Pair
 from .routing import MARK
 from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
-
-class Joins(NamedTuple):
-    """What is made one op together with norms."""
-
-    rotary: bool = True  # the rotation beside norms of q and k
-    modulated: bool = False  # what modulates a norm, and the sum before it
-    gated: bool = False  # a gate of x's shape before a norm or behind it
-
-
+FINDERS = {"modulated": modulations.find, "gated": gates.find}
+JOINS = "rotary", *FINDERS  # what becomes one op together with a norm, by the names that a user gives
 Result = TypeVar("Result")
 
 
-def compiled(model: Any, compile: Callable[[], Result], joins: Joins) -> Result:
+def joins_of(join: str | Iterable[str]) -> frozenset[str]:
+    """The names in what a user has given."""
+    one = isinstance(join, str) or not isinstance(join, Iterable)
+    names = frozenset(JOINS if join == "all" else [join] if one else join)
+    if not names.issubset(JOINS):
+        raise ValueError(f"join must be 'all' or names among {', '.join(map(repr, JOINS))}, got {join!r}")
+    return names
+
+
+def compiled(model: Any, compile: Callable[[], Result], joins: Set[str]) -> Result:
     """What `compile` makes of the model, in whose graphs ops replace the norms that pay, and those that are joined.
 
     What Inductor fuses, and what it keeps in memory, depends on how a gradient is written. So the gradient of a norm
@@ -58,7 +60,7 @@ def compiled(model: Any, compile: Callable[[], Result], joins: Joins) -> Result:
             each.graph = graph
 
 
-def make_ops(model: Any, left: Container[str], joins: Joins) -> dict[GraphModule, Graph]:
+def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphModule, Graph]:
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
     before, marks = {}, (f"{MARK}{number}" for number in itertools.count())
@@ -67,12 +69,12 @@ def make_ops(model: Any, left: Container[str], joins: Joins) -> dict[GraphModule
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
             found = [norm for node in nodes if kind_of(node) in ("rsqrt", "pow") and (norm := find(node))]
             found = [norm for norm in found if not reads_any(written, norm.y, norm.inputs)]
-            called = [norm for node in nodes if any(joins) and (norm := find_called(node))]
+            called = [norm for node in nodes if joins and (norm := find_called(node))]
             norms = sorted([*found, *called], key=lambda norm: norm.y)
-            pairs = [*rotations.pairs_of(norms, written)] if joins.rotary else []
+            pairs = [*rotations.pairs_of(norms, written)] if "rotary" in joins else []
             joined = {of.norm.y for pair in pairs for of in pair.both}
             others = [norm for norm in norms if norm.y not in joined]
-            finders = [of.find for of, asked in ((modulations, joins.modulated), (gates, joins.gated)) if asked]
+            finders = [find for name, find in FINDERS.items() if name in joins]
             calls = [*joining.joined(others, finders, written)]
             joined |= {of.norm.y for of in calls}
             marked = [

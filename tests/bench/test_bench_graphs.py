@@ -13,7 +13,7 @@ from tracing import Traced, backend_of
 from bench import graphs, neighbours, turns
 from bench.records import save
 from bench.zoo import ways
-from fusednorm.integrations import inductor, rewriting
+from fusednorm.integrations import inductor
 
 cpu_as_cuda = tracing.cpu_as_cuda
 
@@ -24,7 +24,7 @@ def without_code_generation(monkeypatch, cpu_as_cuda):
     stock = torch._dynamo.lookup_backend("aot_eager")
 
     def compile_graph(graph, inputs, options=None):
-        return backend_of(Traced(), joins=rewriting.Joins(**(options or {})))(graph, inputs)
+        return backend_of(Traced(), **(options or {}))(graph, inputs)
 
     for module in (graphs, ways):
         monkeypatch.setattr(module, "stock_backend", lambda: lambda graph, inputs: stock(graph, inputs))

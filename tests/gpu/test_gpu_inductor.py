@@ -400,8 +400,8 @@ JOINED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, shapes, setting, ops", JOINED)
-def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, setting, ops):
+@pytest.mark.parametrize("model, shapes, join, ops", JOINED)
+def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, join, ops):
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
 
@@ -411,7 +411,7 @@ def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, set
         grads = [torch.randn(each.shape, device="cuda").to(each.dtype) for each in outputs]
         return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
-    with fusednorm.enable_inductor(**{setting: True}):
+    with fusednorm.enable_inductor(join=join):
         got, codes = run_and_get_code(lambda: results(torch.compile(model, fullgraph=True), leaves))
     assert ops_in(codes) == dict.fromkeys(ops, 1)
     exact = results(model, [each.detach().double().requires_grad_() for each in leaves])

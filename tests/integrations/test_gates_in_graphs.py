@@ -4,6 +4,7 @@ the same results."""
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_modulations import ops_in, results
 from torch.nn import functional as F
 from tracing import cpu_as_cuda, trace  # noqa: F401
 
+import fusednorm
 from bench.graphs import errors
 from fusednorm.integrations import inductor, joining
 from fusednorm.operands import OPS
@@ -95,7 +97,7 @@ def assert_is_one_op(traced, form):
 @pytest.mark.parametrize("norm, form", EVERY)
 def test_norm_and_gate_are_one_op_in_both_directions(norm, form):
     model, given = of_slice(norm), operands()
-    traced = trace(model, gated=True)
+    traced = trace(model, join="gated")
     got, want = results(traced, given), results(model, given)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -108,7 +110,7 @@ def test_norm_and_gate_are_one_op_in_both_directions(norm, form):
 @pytest.mark.parametrize("norm, form", EVERY)
 def test_bfloat16_is_as_exact_as_it_was(norm, form):
     model, given = of_slice(norm), operands(BF16, tokens=1024)
-    traced = trace(model, gated=True)
+    traced = trace(model, join="gated")
     got, stock = results(traced, given), results(model, given)
     exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
@@ -121,7 +123,7 @@ def test_a_scan_may_be_wider_than_its_gate():
     """As Mamba2's."""
     model, (_, both, weight) = of_slice(functools.partial(mamba2, groups=2)), operands(BF16)
     given = [operands(FP32)[0], both, weight]
-    traced = trace(model, gated=True)
+    traced = trace(model, join="gated")
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
@@ -130,7 +132,7 @@ def test_a_scan_may_be_wider_than_its_gate():
 
 def test_one_graph_serves_any_number_of_rows_and_samples():
     model = of_slice(functools.partial(mamba2, groups=4))
-    traced = trace(model, gated=True)
+    traced = trace(model, join="gated")
     for tokens, samples in ((6, 2), (9, 3), (5, 4)):
         given = operands(tokens=tokens, samples=samples)
         for each in given[:2]:
@@ -139,6 +141,31 @@ def test_one_graph_serves_any_number_of_rows_and_samples():
         for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     assert_is_one_op(traced, "of_gated")
+
+
+def both(x, y, weight):
+    """A gated norm and a modulated one."""
+    return qwen3_next(x, y, weight), F.layer_norm(y, (C,)) * (1 + weight.expand(len(y), 1, C))
+
+
+@pytest.mark.parametrize("join, gated, modulated", [
+    ("gated", True, False), (["rotary", "modulated"], False, True), ("all", True, True), ((), False, False),
+    (inductor.DEFAULT, False, False),
+])  # fmt: skip
+def test_one_names_what_is_joined(join, gated, modulated):
+    given = [torch.randn(2, 6, C, requires_grad=True), torch.randn(2, 6, C, requires_grad=True), torch.randn(C)]
+    traced = trace(both, join=join)
+    traced(*given)
+    forms = [name for name in ops_in(traced.forward) if name.endswith(("_times_gate", "_modulated"))]
+    assert forms == ["fusednorm.rms_norm_fwd_times_gate"] * gated + ["fusednorm.layer_norm_fwd_modulated"] * modulated
+
+
+@pytest.mark.parametrize("join", ["gates", ["gated", 1], None, True])
+def test_other_names_are_refused(join):
+    with pytest.raises(ValueError, match=re.escape(
+        f"join must be 'all' or names among 'rotary', 'modulated', 'gated', got {join!r}"
+    )):  # fmt: skip
+        fusednorm.enable_inductor(join=join)
 
 
 def other_activation(x, gate, weight):
@@ -172,7 +199,7 @@ OTHERS = [other_activation, by_row, used_twice, written_over, no_groups]
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)
 def test_other_code_stays_as_it_is(other):
     model, given = of_slice(other), operands()
-    traced = trace(model, gated=True)
+    traced = trace(model, join="gated")
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     assert not any("gate" in name for name in ops_in(traced.forward) + ops_in(traced.backward))

@@ -285,7 +285,7 @@ def only_reason(direction: str) -> str:
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_rms_norms_of_other_devices_are_in_the_report_although_torch_decomposes_them_before(trains):
-    backend = inductor._routed(lambda graph, *_: graph.forward)
+    backend = inductor._routed(lambda graph, *_: graph.forward, set)
     torch.compile(nn.RMSNorm(32), backend=backend)(torch.randn(4, 32)) if trains else None
     torch.compile(nn.RMSNorm(32).requires_grad_(False), backend=backend)(torch.randn(4, 32))
     found = [(e.norm, e.direction, e.shape, e.taken, e.reason) for e in inductor.report()]
@@ -427,7 +427,7 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
 
     def compile_something():
         with torch.compiler.config.patch(cache_key_tag="theirs"):
-            inductor._routed(compile_fx)(lambda: None, [])
+            inductor._routed(compile_fx, set)(lambda: None, [])
 
     if where == "here":
         compile_something()

@@ -154,7 +154,7 @@ def every_way() -> list:
 @pytest.mark.parametrize("norm, written, of, summed", every_way())
 def test_norm_modulation_and_sum_are_one_op_in_both_directions(norm, written, of, summed):
     model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands()
-    traced = trace(model, modulated=True)
+    traced = trace(model, join="modulated")
     got, want = results(traced, given), results(model, given)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -172,7 +172,7 @@ def test_bfloat16_is_as_exact_as_it_was(norm, summed, of):
     written = wan if of == FP32 else dit
     summed = gated_sum_of_wan if summed is gated_sum and of == FP32 else summed
     model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands(BF16, of, tokens=64)
-    traced = trace(model, modulated=True)
+    traced = trace(model, join="modulated")
     got, stock = results(traced, given), results(model, given)
     exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
@@ -185,7 +185,7 @@ def test_a_sum_may_be_of_use_to_the_norm_alone(written):
     def model(x, residual, scale, shift, gate, weight):
         return [written(gated_sum(x, residual, gate), scale, shift, functools.partial(layer, weight=None))]
 
-    traced, given = trace(model, modulated=True), operands()
+    traced, given = trace(model, join="modulated"), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert_is_one_op(traced, layer, "of_gated_sum")
@@ -199,7 +199,7 @@ def test_modulations_may_be_of_tokens_and_of_all_samples():
     for shape in ((2, 6, C), (2, 1, C), (1, 1, C)):
         given = operands()
         given[2:5] = [torch.randn(shape).requires_grad_() for _ in range(3)]
-        traced = trace(model, modulated=True)
+        traced = trace(model, join="modulated")
         for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         assert_is_one_op(traced, layer, "of_gated_sum")
@@ -220,7 +220,7 @@ def stream(x, residual, scale, shift, gate, weight):
 
 @pytest.mark.parametrize("around", [stream, lambda *given: checkpoint(stream, *given, use_reentrant=False)])
 def test_a_stream_of_blocks_trains_as_before(around):
-    traced, given = trace(around, modulated=True), operands(FP64)
+    traced, given = trace(around, join="modulated"), operands(FP64)
     got, want = results(traced, given), results(stream, given)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -228,7 +228,7 @@ def test_a_stream_of_blocks_trains_as_before(around):
 
 
 def test_one_graph_serves_any_number_of_rows_and_samples():
-    traced = trace(block, modulated=True)
+    traced = trace(block, join="modulated")
     for tokens, samples in ((6, 2), (9, 3), (5, 4)):
         given = operands(tokens=tokens, samples=samples)
         for each in given[:5]:
@@ -297,7 +297,7 @@ OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over, scal
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)
 def test_other_code_stays_as_it_is(other):
     model, given = functools.partial(block, written=other), operands()
-    traced = trace(model, modulated=True)
+    traced = trace(model, join="modulated")
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert not any("modulated" in name for name in ops_in(traced.forward) + ops_in(traced.backward))
@@ -305,7 +305,7 @@ def test_other_code_stays_as_it_is(other):
 
 def test_a_result_may_be_narrower():
     model, given = functools.partial(block, written=narrowed), operands()
-    traced = trace(model, modulated=True)
+    traced = trace(model, join="modulated")
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-3)
 
@@ -324,7 +324,7 @@ def a_scale_of_h(x, residual, scale, shift, gate, weight):
 
 @pytest.mark.parametrize("model", [h_is_written_over, a_scale_of_h], ids=lambda each: each.__name__)
 def test_what_cannot_wait_for_the_modulation_is_no_part_of_the_op(model):
-    traced, given = trace(model, modulated=True), operands()
+    traced, given = trace(model, join="modulated"), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert not any("sum" in name for name in ops_in(traced.forward))

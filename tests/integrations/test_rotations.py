@@ -474,7 +474,7 @@ def test_it_can_be_left_off(backend, monkeypatch):
         with fusednorm.enable_inductor(), fusednorm.enable_inductor(**options):
             return results(torch.compile(attention), operands())
 
-    for ours, theirs in zip(run(), run(rotary=False), strict=True):
+    for ours, theirs in zip(run(), run(join=()), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert seen == [1, 1, 0, 0]
 
@@ -486,6 +486,6 @@ def test_the_end_of_a_block_restores_what_was_asked_for():
 
     with fusednorm.enable_inductor():
         plain = tag()
-        with fusednorm.enable_inductor(rotary=False):
+        with fusednorm.enable_inductor(join=()):
             assert tag() != plain, "caches keep graphs of both apart"
         assert tag() == plain
