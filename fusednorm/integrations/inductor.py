@@ -112,9 +112,12 @@ def _enable(joins: Set[str]) -> None:
 def _routed(compile_fx: Callable[..., Any], asked: Callable[[], Set[str]]) -> Callable[..., Any]:
     @functools.wraps(compile_fx)
     def routed(model_, example_inputs_, inner_compile=None, *args, **kwargs):
+        inner_compile = inner_compile or inductor.compile_fx_inner
+        if routing.is_tracing():  # Inductor calls itself for the settings of a mode, and all is done already
+            return compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs)
         joins = asked()
         routing.note_rms_norms_elsewhere(model_)
-        inner_compile = _compiling(joins)(inner_compile or inductor.compile_fx_inner)
+        inner_compile = _compiling(joins)(inner_compile)
         with (
             _tagged(joins),
             routing.decompositions_replaced(),

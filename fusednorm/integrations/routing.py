@@ -260,6 +260,11 @@ _lock = threading.RLock()
 _tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)
 
 
+def is_tracing() -> bool:
+    """Whether our decompositions are in force in this thread."""
+    return _tracing.get()
+
+
 @contextlib.contextmanager
 def decompositions_replaced() -> Iterator[None]:
     """Put our decompositions into Inductor's table, for tracing in this thread. Other threads that enter wait."""

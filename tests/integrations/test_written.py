@@ -378,6 +378,29 @@ def test_norms_are_found_in_every_mode_of_inductor(mode, backend, monkeypatch):
     assert seen == [(graphs, autotuned, 0), (graphs, autotuned, 1)]
 
 
+def between_element_wise_code(x, weight):
+    return gemma(x.sin(), weight).cos()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_norms_are_left_in_every_mode_of_inductor(mode, monkeypatch):
+    """Inductor's entry point calls itself for the settings of a mode."""
+    seen = []
+
+    def run_the_graph(graph, inputs, **settings):
+        seen.append((config.triton.cudagraphs, ops_of_ours(graph)))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(inductor.inductor, "compile_fx_inner", run_the_graph)
+    given, dy = operands(FP32, FP32), torch.randn(2, 6, COLS)
+    with fusednorm.enable_inductor():
+        got = grads_of(torch.compile(between_element_wise_code, mode=mode), given, dy)
+    for ours, theirs in zip(got, grads_of(between_element_wise_code, given, dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert seen == [(mode != "default", 0)] * 2
+    assert [entry.taken for entry in inductor.report()] == [False, False]
+
+
 def ops_of_ours(graph):
     return len([node for node in graph.graph.nodes if str(node.target).startswith("fusednorm")])
 
