@@ -425,7 +425,28 @@ class LayerNormByHand(nn.LayerNorm):
         return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)) + self.bias
 
 
-BY_HAND = STOCK._replace(layer=LayerNormByHand)
+class LayerNormModulated(nn.LayerNorm):
+    """Its weight as 1 + scale."""
+
+    def forward(self, x):
+        scale, shift = (self.weight - 1)[None, None], self.bias[None, None]
+        return nn.functional.layer_norm(x, self.normalized_shape, eps=self.eps) * (1 + scale) + shift
+
+
+class LayerNormGated(nn.LayerNorm):
+    """Behind it is a gate of 1."""
+
+    def forward(self, x):
+        return super().forward(x) * nn.functional.silu(torch.full_like(x, 1.2784645427610737))
+
+
+# Norms, and our backward of each in a graph
+IN_GRAPHS = {
+    STOCK: "layer_norm_bwd_residual",
+    STOCK._replace(layer=LayerNormByHand): "layer_norm_bwd_residual",
+    STOCK._replace(layer=LayerNormModulated): "layer_norm_bwd_modulated",
+    STOCK._replace(layer=LayerNormGated): "layer_norm_bwd_times_gate",
+}
 
 
 def enable_inductor_by_blocks(world: World) -> None:
@@ -439,18 +460,19 @@ def enable_inductor_by_blocks(world: World) -> None:
         return compile_fx.compile_fx(graph, inputs, inner_compile=run_the_graph)
 
     device, mesh = world.device.type, world.mesh()
-    for norms, spread, rows in ((STOCK, parallelize, WHOLE), (BY_HAND, shard, own_rows(mesh))):
+    for norms, op in IN_GRAPHS.items():
+        spread, rows = (parallelize, WHOLE) if norms is STOCK else (shard, own_rows(mesh))
         torch.compiler.reset()  # else blocks of the earlier case make row counts dynamic
         model = build(world, "gpt2", norms)
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
         model = spread(model, mesh)
         optimizer = optimizer_of(model)
-        with mock.patch("fusednorm.integrations.routing.DEVICE_TYPES", (device,)), fusednorm.enable_inductor():
+        with mock.patch("fusednorm.integrations.routing.DEVICE_TYPES", (device,)), fusednorm.enable_inductor(join="all"):
             for step in range(STEPS):
                 log = take_step(world, model, optimizer, step, rows)
-                ran = log.ops.count("fusednorm.layer_norm_bwd_residual.default")  # forwards are left to Inductor
-                assert ran == 2 * SIZE.blocks, f"of our ops ran {ran}"
+                ran = log.ops.count(f"fusednorm.{op}.default")
+                assert ran == 2 * SIZE.blocks, f"{op} ran {ran} times"
         assert_is_of_one_process(world, "gpt2", model)
 
 
