@@ -468,7 +468,8 @@ def enable_inductor_by_blocks(world: World) -> None:
             block.compile(backend=backend, fullgraph=True)
         model = spread(model, mesh)
         optimizer = optimizer_of(model)
-        with mock.patch("fusednorm.integrations.routing.DEVICE_TYPES", (device,)), fusednorm.enable_inductor(join="all"):
+        on_device = mock.patch("fusednorm.integrations.routing.DEVICE_TYPES", (device,))
+        with on_device, fusednorm.enable_inductor(join="all"):
             for step in range(STEPS):
                 log = take_step(world, model, optimizer, step, rows)
                 ran = log.ops.count(f"fusednorm.{op}.default")
