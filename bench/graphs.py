@@ -44,7 +44,6 @@ from .zoo.ways import stock_backend
 
 EPS = 1e-6
 WAYS = {"compiled stock": "stock", "compiled enable_inductor": "ours"}  # in bench.zoo, here
-OTHERS = {"apart": (), "modulated": "modulated", "gated": "gated"}  # ways of some cases: what is joined
 FACTOR = 1.2  # of the error of stock Inductor
 BF16 = torch.bfloat16
 LEAST = 30  # seconds more than --seconds, for a model that is measured
@@ -61,7 +60,7 @@ class Case(NamedTuple):
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
-    other: str = ""  # a way among OTHERS that is timed, too
+    joined: str = ""  # the form of the op, if more than the norm becomes one; then the way "apart" is timed, too
     tables: int = 0  # of a rotation, the last tensors
 
 
@@ -152,22 +151,22 @@ CASES: dict[str, Case] = {
     ),
     "rms_then_gate": Case(
         lambda x, gate, weight: rms(x, weight) * F.silu(gate), partial(fusednorm.rms_norm_gated, eps=EPS),
-        lambda s: [s, s, s[-1:]], (524288, 128), (16, 32), "gated",
+        lambda s: [s, s, s[-1:]], (524288, 128), (16, 32), "times gate",
     ),
     "gate_then_rms": Case(
         lambda x, gate, weight: rms(x * F.silu(gate), weight),
         partial(fusednorm.rms_norm_gated, eps=EPS, norm_before_gate=False), lambda s: [s, s, s[-1:]], (8192, 8192),
-        (16, 32), "gated",
+        (16, 32), "of gated",
     ),
     "packed_heads": Case(
         packed_heads, packed_form, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)
     ),
     "rotated_heads": Case(
-        rotated_heads, heads_form, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "apart", 2
+        rotated_heads, heads_form, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "rotated", 2
     ),
     "heads_rotated_first": Case(
         heads_rotated_first, partial(heads_form, norm_first=False), shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32),
-        "apart", 2,
+        "rotated", 2,
     ),
     "modulated_layer": Case(
         lambda x, *modulations: modulated(layer(x), *modulations), partial(fusednorm.ada_layer_norm, eps=EPS),
@@ -224,8 +223,8 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     made = make(name, device, tiny)
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
-    if other := CASES[name].other:
-        backends[other] = partial(inductor.compile_graph, options={"join": OTHERS[other]})
+    if CASES[name].joined:
+        backends["apart"] = partial(inductor.compile_graph, options={"join": ()})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
     ways["forms"] = lambda *given: _tuple(CASES[name].form(*given))
     found, norms = {}, {}

@@ -42,7 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-DEFAULT = "rotary"  # what enable_inductor joins
+DEFAULT = "all"  # what enable_inductor joins
 _joins = rewriting.joins_of(DEFAULT)  # the last ones given
 
 
@@ -53,7 +53,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, except for very wide rows.
 
-    join names what becomes one op with its norm, in both directions. It is a name or some, () for none, or "all".
+    join says what becomes one op with its norm, in both directions: "all", a name or some, or () for nothing.
 
     - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
     - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.

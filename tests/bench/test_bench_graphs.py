@@ -38,14 +38,12 @@ def test_a_case_is_compiled_in_both_ways(without_code_generation):
     assert 'File "bench/graphs.py", line' in records[1]["norms"][-1], "a place within the clone"
 
 
-@pytest.mark.parametrize("case", [name for name, case in graphs.CASES.items() if case.other])
+@pytest.mark.parametrize("case", [name for name, case in graphs.CASES.items() if case.joined])
 def test_what_may_be_joined_is_compiled_with_its_norms_and_apart_from_them(case, without_code_generation):
-    records, other = graphs.measure(case, "cpu", rounds=0, tiny=True), graphs.CASES[case].other
+    records, form = graphs.measure(case, "cpu", rounds=0, tiny=True), graphs.CASES[case].joined
     ways = {each["way"]: " ".join(each["norms"]) for each in records}
-    assert [*ways] == ["stock", "ours", other, "forms"] and not any(each["is_worse"] for each in records)
-    form = {"apart": "rotated", "gated": "gate"}.get(other, other)
-    joined, apart = ("ours", "apart") if other == "apart" else (other, "ours")
-    assert form in ways[joined] and form not in ways[apart]
+    assert [*ways] == ["stock", "ours", "apart", "forms"] and not any(each["is_worse"] for each in records)
+    assert form in ways["ours"] and form not in ways["apart"]
 
 
 def test_a_model_of_the_zoo_is_compiled_in_both_ways(without_code_generation, tmp_path):

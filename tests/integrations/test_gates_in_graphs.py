@@ -150,7 +150,7 @@ def both(x, y, weight):
 
 @pytest.mark.parametrize("join, gated, modulated", [
     ("gated", True, False), (["rotary", "modulated"], False, True), ("all", True, True), ((), False, False),
-    (inductor.DEFAULT, False, False),
+    (inductor.DEFAULT, True, True),
 ])  # fmt: skip
 def test_one_names_what_is_joined(join, gated, modulated):
     given = [torch.randn(2, 6, C, requires_grad=True), torch.randn(2, 6, C, requires_grad=True), torch.randn(C)]

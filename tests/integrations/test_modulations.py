@@ -342,7 +342,7 @@ def test_there_must_be_kernels_in_both_directions(op, of, batch, cols, has):
     assert joining.has_kernels(OPS[op], given | {"normalized_shape": [cols], "eps": EPS}, H200) == has
 
 
-def test_without_being_asked_for_norms_stay_apart():
-    traced = trace(block)
+def test_norms_can_be_left_apart():
+    traced = trace(block, join=())
     results(traced, operands())
     assert not calls(traced.forward, "fusednorm.layer_norm_fwd_of_gated_sum_modulated")
