@@ -323,18 +323,23 @@ class ByHand(nn.Module):
         return self.linear((h * (1.0 + self.weight.float())).type_as(x))
 
 
+@pytest.mark.parametrize("join", ["all", ()])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
-def test_a_table_of_scales_has_its_gradient_and_a_norm_by_hand_our_op_in_every_mode(mode):
+def test_a_table_of_scales_has_its_gradient_and_a_norm_by_hand_our_op_in_every_mode(mode, join):
     """torch 2.10 to 2.14 leave parts of the table's gradient unwritten without us, from 5 * 2^20 elements on."""
     torch.manual_seed(0)
     model = ByHand().to("cuda", BF16)
     x, dy = random_like_activations(1, 8192, WIDTH)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
-    with fusednorm.enable_inductor():
+    with fusednorm.enable_inductor(join=join):
         for _ in range(2):  # an earlier step's gradient may stand where nothing was written
             assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
-    (entry,) = (entry for entry in inductor.report() if entry.form and entry.direction == "backward")
-    assert entry.taken and entry.form == "weight_offset=1.0" and entry.norm == "rms"
+    forms = Counter()
+    for entry, count in inductor.report().items():
+        if entry.form and entry.direction == "backward":
+            forms[entry.norm, entry.form, entry.taken] += count
+    joined = {("layer", "modulated", True): 2} if join else {}
+    assert forms == {("rms", "weight_offset=1.0", True): 1} | joined
 
 
 def rotated_heads(q, k, of_q, of_k, cos, sin):
@@ -400,8 +405,9 @@ JOINED = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("model, shapes, join, ops", JOINED)
-def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, join, ops):
+def test_a_norm_and_what_surrounds_it_are_one_op(model, shapes, join, ops, mode):
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
 
@@ -412,7 +418,12 @@ def test_a_norm_and_what_surrounds_it_are_one_op_if_asked_for(model, shapes, joi
         return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
     with fusednorm.enable_inductor(join=join):
-        got, codes = run_and_get_code(lambda: results(torch.compile(model, fullgraph=True), leaves))
+        compiled = torch.compile(model, fullgraph=True, mode=mode)
+        got, codes = run_and_get_code(lambda: results(compiled, leaves))
+        if mode == "reduce-overhead":
+            del got
+            for _ in range(3):  # the last one is a replay
+                got = results(compiled, leaves)
     assert ops_in(codes) == dict.fromkeys(ops, 1)
     exact = results(model, [each.detach().double().requires_grad_() for each in leaves])
     for ours, theirs, want in zip(got, results(model, leaves), exact, strict=True):
