@@ -25,7 +25,7 @@ FASTER = {  # microseconds of a step in which Inductor has the backward, and in 
 @pytest.mark.parametrize("name", FASTER)
 def test_the_faster_one_is_chosen_and_computes_the_same(name, cpu_as_cuda):  # noqa: F811
     made = graphs.make(name, "cpu", tiny=True)
-    traced = trace(made.run)
+    traced = trace(made.run, join=())
     grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
     got = graphs.gradients(traced, made, grads)
     wide = [each.detach().double().requires_grad_() for each in made.inputs]
@@ -44,7 +44,7 @@ def gated(x, gate, weight):
 
 
 def test_a_backward_left_to_inductor_serves_every_row_count_and_width(cpu_as_cuda):  # noqa: F811
-    traced = trace(gated, dynamic=True)
+    traced = trace(gated, join=(), dynamic=True)
     for rows, cols in ((6, 32), (9, 48), (5, 80)):
         x, gate = (torch.randn(2, rows, cols, requires_grad=True) for _ in range(2))
         operands = x, gate, torch.randn(cols, requires_grad=True)
@@ -59,7 +59,7 @@ def ops_of_ours(graph: torch.fx.GraphModule) -> list[str]:
 
 def test_the_reason_names_what_would_be_cut(cpu_as_cuda):  # noqa: F811
     operands = [torch.randn(*shape, requires_grad=True) for shape in ((6, 32), (6, 32), (32,))]
-    trace(gated)(*operands).square().sum().backward()
+    trace(gated, join=())(*operands).square().sum().backward()
     (entry,) = (entry for entry in inductor.report() if entry.direction == "backward")
     assert "element-wise at grad_out: apart, 2 more tensors would move" in entry.reason
     assert "graphs.py" in entry.place and "in rms" in entry.place, "outside of modules the line of code"
