@@ -78,7 +78,7 @@ def appended_to(custom_pass):
 
 
 class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be traced again
-    """Norms by hand stay with Inductor. `marks` names them."""
+    """Norms by hand stay with Inductor, or norms are not one op with what surrounds them. `marks` names them."""
 
     def __init__(self, marks: set[str]) -> None:
         super().__init__(marks)
@@ -88,22 +88,58 @@ class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be tra
 def fold(graph: Graph) -> int:
     """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed. Raises
     LeftToInductor."""
-    by_hand = _norms_by_hand(graph)
+    unpaid, by_hand = _joined_in_vain(graph), _norms_by_hand(graph)
     if gathering.IS_WRONG:
         gathering.add_up(graph, _call_before)
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
     if any(folded):
         stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
         graph.eliminate_dead_code()
-    if left := by_hand - _norms_by_hand(graph):
+    if left := unpaid | by_hand - _norms_by_hand(graph):
         raise LeftToInductor(left)
     return sum(folded)
 
 
 def _norms_by_hand(graph: Graph) -> set[str]:
     """The marks of those that our ops run."""
-    nodes = (node for node in graph.nodes if getattr(node.target, "namespace", None) == ours.name)
-    return {mark for node in nodes if (mark := routing.mark_of(node.meta))}
+    return {mark for mark in _marked(graph) if not routing.is_joined(mark)}
+
+
+def _joined_in_vain(graph: Graph) -> set[str]:
+    """The marks of norms that do not pay as one op with what surrounds them. Notes why."""
+    unpaid = set()
+    for mark, nodes in _marked(graph).items():
+        if routing.is_joined(mark):
+            ops = [_op_of(node) for node in nodes]
+            calls = [_call(node, op) for node, op in zip(nodes, ops, strict=True)]
+            if why := paying.why_apart(calls, ops[0].suffix):
+                unpaid.add(mark)
+                for node, op in zip(nodes, ops, strict=True):
+                    x = named_arguments(node.target, node.args, node.kwargs)["x"].meta["val"]
+                    routing.note(op, x, False, why, node.meta, routing.form_of_join(ops[0]))
+    return unpaid
+
+
+def _marked(graph: Graph) -> dict[str, list[Node]]:
+    """Our ops, by their marks."""
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", None) == ours.name and (mark := routing.mark_of(node.meta)):
+            found.setdefault(mark, []).append(node)
+    return found
+
+
+def _op_of(node: Node) -> Op:
+    return OPS[node.target._schema.name.partition("::")[2]]
+
+
+def _call(node: Node, op: Op) -> paying.Call:
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    rows = [slot.name for slot in op.inputs if slot.role in (Role.ROWS, Role.PACKED_ROWS)]
+    reads = {name: arguments[name] for name in rows if isinstance(arguments.get(name), Node)}
+    outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    writes = {each.name: outputs[at] for at, each in enumerate(op.outputs) if each.role is Role.ROWS and at in outputs}
+    return paying.Call(node, reads, writes)
 
 
 def _fold_around(node: Node) -> bool:

@@ -84,7 +84,7 @@ def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int
             yield first
 
 
-def make_op(graph: Graph, found: Joined, made: dict[Node, Node]) -> None:
+def make_op(graph: Graph, found: Joined, mark: str, made: dict[Node, Node]) -> None:
     """Replace the norm, and add what replaces it to `made`, which has what replaces results of norms before."""
     tensors = {name: made.get(each, each) for name, each in found.tensors.items()}
     with graph.inserting_before(min(found.users())):
@@ -94,14 +94,14 @@ def make_op(graph: Graph, found: Joined, made: dict[Node, Node]) -> None:
         op = graph.call_function(getattr(TORCH_OPS, found.op.name).default, (), found.arguments(tensors))
         outputs = {old: graph.call_function(operator.getitem, (op, at)) for old, at in found.replaced.items()}
     op.meta = {name: each for name, each in found.y.meta.items() if name != "example_value"}
-    routing.mark(op, routing.JOINED)
+    routing.mark(op, mark)
     for old, new in outputs.items():
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
         made[old] = new
-    form = found.op.suffix.strip("_").replace("_", " ")
     for way in WAYS.values():
-        routing.note(OPS[f"{found.norm.norm}_norm_{way}"], value_of(found.h), True, REASON, found.y.meta, form)
+        of = OPS[f"{found.norm.norm}_norm_{way}"]
+        routing.note(of, value_of(found.h), True, REASON, op.meta, routing.form_of_join(found.op))
 
 
 def _is_taken(found: Joined) -> bool:

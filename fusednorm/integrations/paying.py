@@ -1,13 +1,15 @@
-"""Which norm backwards of a joint graph pay as an op of ours, and which stay with Inductor.
+"""Which norms of a joint graph pay as ops of ours, and which stay with Inductor: backwards, and forwards and backwards
+of norms that are one op with what surrounds them.
 
-Inductor fuses a norm's backward with its element-wise neighbours. An op is a barrier: a gradient that an element-wise
+Inductor fuses a norm with its element-wise neighbours. An op is a barrier: a gradient that an element-wise
 kernel makes must be written and read again, and so must a dx that one uses. The rule compares this traffic with that
 which our kernel saves. Both are counted in tensors of x's size in bytes, so neither depends on the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -37,18 +39,47 @@ def why_inductor(
     inputs      the row tensors that it reads beside x, by name
     dx          the gradient that it writes, or the sum of it and a residual gradient
     """
-    moved = {name: _moved_for(op, each, x, inputs) for name, each in inputs.items() if each is not None}
+    moved = {name: _moved_for({op}, each, x, inputs) for name, each in inputs.items() if each is not None}
     if dx is not None:
-        moved["dx"] = _moved_after(dx, x)
-    saved, more = limits.saved_tensors[norm if has_sums else "no sums"], sum(moved.values())
+        moved["dx"] = _moved_after(dx, x, dx)
+    return _why(moved, limits.saved_tensors[norm if has_sums else "no sums"])
+
+
+class Call(NamedTuple):
+    """One of our op, and the row tensors that it reads and writes."""
+
+    node: Node
+    reads: dict[str, Node]
+    writes: dict[str, Node]
+
+
+def why_apart(calls: Sequence[Call], suffix: str) -> str | None:
+    """Why a norm is not to be one op with what surrounds it; None if that pays. calls: forward and backward. suffix: of
+    the forward's name."""
+    moved: dict[str, float] = {}
+    in_memory: set[Node] = set()
+    nodes, x = {call.node for call in calls}, calls[0].reads["x"]
+    for call in calls:
+        for name, each in call.reads.items():
+            if each not in in_memory:
+                moved[name] = _moved_for(nodes, each, x, call.reads)
+        for name, each in call.writes.items():
+            moved[name] = _moved_after(each, x, call.node)
+        in_memory |= {*call.reads.values(), *call.writes.values()}
+    return _why(moved, limits.saved_by_joins[suffix])
+
+
+def _why(moved: dict[str, float], saved: float) -> str | None:
+    more = sum(moved.values())
     if not more or more < saved:
         return None
     names = " and ".join(name for name, tensors in moved.items() if tensors)
     return f"fused with what is element-wise at {names}: apart, {more:g} more tensors would move, and {saved:g} less"
 
 
-def _moved_for(op: Node, read: Node, x: Node, inputs: dict[str, Node | None]) -> float:
-    """The traffic for an input that an element-wise kernel makes."""
+def _moved_for(ops: Set[Node], read: Node, x: Node, inputs: dict[str, Node | None]) -> float:
+    """The traffic for an input of an op that an element-wise kernel makes. ops: that one, and those that the norm has
+    beside it."""
     source = _behind_views(read)
     if not (is_fusible(source) and _is_large(source, x)):
         return 0
@@ -56,23 +87,24 @@ def _moved_for(op: Node, read: Node, x: Node, inputs: dict[str, Node | None]) ->
     others = [leaf for each in inputs.values() if each not in (read, None) for leaf in _leaves(each, x)]
     if _is_before(source, others):
         return 0  # it is in memory, because a kernel before the norm's reads it there
-    users = {*_users_behind_views(source)} - {op}
+    users = {*_users_behind_views(source)} - ops
     is_written = any(not (is_fusible(user) or user.target in SUMS) for user in users)
     # A sum over rows reads these tensors in any case. Its kernel can make the input, which ours reads in their place.
     shared = sum(_tensors(leaf, x) for leaf in leaves if _is_summed_over_rows(leaf, x))
     return max(0.0, _tensors(read, x) * (1 if is_written else 2) - shared)
 
 
-def _moved_after(dx: Node, x: Node) -> float:
-    """The traffic for element-wise kernels that use dx. One that runs after what else uses dx reads it from memory."""
-    users = [*_users_behind_views(dx)]
-    fused = [
-        user
-        for user in users
-        if is_fusible(user) and not _is_before(dx, [leaf for leaf in _leaves(user, x) if leaf is not dx])
-    ]
+def _moved_after(written: Node, x: Node, op: Node) -> float:
+    """The traffic for element-wise kernels that use what an op has written. One that runs after what else uses the op
+    reads it from memory."""
+
+    def others(user: Node) -> list[Node]:
+        return [leaf for leaf in _leaves(user, x) if leaf is not written and op not in leaf.all_input_nodes]
+
+    users = [*_users_behind_views(written)]
+    fused = [user for user in users if is_fusible(user) and not _is_before(op, others(user))]
     is_written = len(fused) < len(users)
-    return _tensors(dx, x) * (1 if is_written else 2) if fused else 0
+    return _tensors(written, x) * (1 if is_written else 2) if fused else 0
 
 
 def _leaves(node: Node, x: Node) -> list[Node]:

@@ -24,7 +24,7 @@ from .folding import LeftToInductor
 from .joining import Joined
 from .paying import reached
 from .rotations import Pair
-from .routing import MARK
+from .routing import JOINED, MARK
 from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
 FINDERS = {"modulated": modulations.find, "gated": gates.find}
@@ -63,7 +63,8 @@ def compiled(model: Any, compile: Callable[[], Result], joins: Set[str]) -> Resu
 def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphModule, Graph]:
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
-    before, marks = {}, (f"{MARK}{number}" for number in itertools.count())
+    before: dict[GraphModule, Graph] = {}
+    marks, join_marks = ((f"{each}{number}" for number in itertools.count()) for each in (MARK, JOINED))
     for each in model.modules() if hasattr(model, "modules") else ():
         if isinstance(each, GraphModule):
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
@@ -73,10 +74,11 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
             norms = sorted([*found, *called], key=lambda norm: norm.y)
             pairs = [*rotations.pairs_of(norms, written)] if "rotary" in joins else []
             joined = {of.norm.y for pair in pairs for of in pair.both}
-            others = [norm for norm in norms if norm.y not in joined]
+            marks_of = dict(zip((norm.y for norm in norms), join_marks, strict=False))
+            others = [norm for norm in norms if norm.y not in joined and marks_of[norm.y] not in left]
             finders = [find for name, find in FINDERS.items() if name in joins]
-            calls = [*joining.joined(others, finders, written)]
-            joined |= {of.norm.y for of in calls}
+            calls = [(marks_of[of.norm.y], of) for of in joining.joined(others, finders, written)]
+            joined |= {of.norm.y for _, of in calls}
             marked = [
                 (mark, norm) for norm, mark in zip(found, marks, strict=False)
                 if mark not in left and norm.y not in joined and value_of(norm.x).is_contiguous()
@@ -97,11 +99,11 @@ def _copied(graph: Graph) -> Graph:
 
 
 def _make_ops(
-    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], calls: list[Joined]
+    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], calls: list[tuple[str, Joined]]
 ) -> None:
     made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
-    for each in calls:
-        joining.make_op(model.graph, each, made)
+    for mark, each in calls:
+        joining.make_op(model.graph, each, mark, made)
         for old in each.replaced:
             _erase(old)
     for pair in pairs:

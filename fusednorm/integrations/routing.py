@@ -75,8 +75,8 @@ class Report(dict[Entry, int]):
 
 _traced: Counter[Entry] = Counter()
 _notes: ContextVar[list[tuple[str | None, Entry]] | None] = ContextVar("fusednorm_notes", default=None)
-# Names of ops in source_fn_stack: with a number, that of a norm by hand; one that replaces more than a norm.
-MARK, JOINED = "fusednorm, by hand ", "fusednorm, joined"
+# Names of ops in source_fn_stack, with a number: of a norm by hand; of one that replaces more than a norm.
+MARK, JOINED = "fusednorm, by hand ", "fusednorm, joined "
 
 
 def report(*, clear: bool = False) -> Report:
@@ -101,11 +101,11 @@ def note(op: Op, x: torch.Tensor, taken: bool, reason: str, meta: dict[str, Any]
 
 @contextlib.contextmanager
 def noting() -> Iterator[Callable[[Container[str]], None]]:
-    """Gives a function that takes back what was noted in the block, but for the norms by hand with these marks."""
+    """Gives a function that takes back what was noted in the block, but why the norms with these marks were left."""
     notes: list[tuple[str | None, Entry]] = []
 
     def forget(but: Container[str]) -> None:
-        _traced.subtract(entry for mark, entry in notes if mark not in but)
+        _traced.subtract(entry for mark, entry in notes if mark not in but or entry.taken)
         for entry in [entry for entry, count in _traced.items() if not count]:
             del _traced[entry]
 
@@ -121,14 +121,14 @@ def mark(op: Node, name: str) -> None:
     op.meta["source_fn_stack"] = [*op.meta.get("source_fn_stack", ()), (name, op.target)]
 
 
-def is_joined(meta: dict[str, Any]) -> bool:
-    return any(name == JOINED for name, _ in meta.get("source_fn_stack") or ())
+def is_joined(mark: str | None) -> bool:
+    return mark is not None and mark.startswith(JOINED)
 
 
 def mark_of(meta: dict[str, Any]) -> str | None:
-    """The mark of the op that written.py made, of its node or of one of its backward."""
+    """The mark of the op that rewriting.py made, of its node or of one of its backward."""
     stack = meta.get("source_fn_stack") or meta.get("fwd_source_fn_stack") or ()
-    return next((name for name, _ in stack if name.startswith(MARK)), None)
+    return next((name for name, _ in stack if name.startswith((MARK, JOINED))), None)
 
 
 def place_of(meta: dict[str, Any]) -> str:
@@ -148,6 +148,10 @@ def form_of(op: Op, arguments: dict[str, Any]) -> str:
     form = operands_of(op.name, (), arguments).form or PLAIN
     pairs = zip(form._fields, form, PLAIN, strict=True)
     return ", ".join(f"{name}={value}" for name, value, plain in pairs if value != plain)
+
+
+def form_of_join(op: Op) -> str:
+    return op.suffix.strip("_").replace("_", " ")
 
 
 def why_inductor(op: Op, arguments: dict[str, Any]) -> str | None:
@@ -213,7 +217,7 @@ class OfOurs(Decomposition):
     was joined stays, too, and is noted already."""
 
     def decompose(self, arguments: dict[str, Any]):
-        if is_joined(get_current_meta()):
+        if is_joined(mark_of(get_current_meta())):
             return NotImplemented
         x, why = arguments["x"], why_inductor(self.op, arguments)
         if why and self.op.direction == FORWARD and x.device.type in DEVICE_TYPES:

@@ -85,3 +85,34 @@ def test_products_alone_are_in_memory_and_their_sums_are_not(use, pays, cpu_as_c
     got, want = (torch.autograd.grad(run(*operands), operands[:2], grads) for run in (traced, model))
     torch.testing.assert_close(got, want)
     assert bool(ops_of_ours(traced.backward)) == pays
+
+
+BETWEEN = {  # what is before and behind the norm, and whether what surrounds it is joined: behind it, before it
+    "products": (lambda x: x, lambda y: y, (True, True)),
+    "element-wise code before it": (torch.tanh, lambda y: y, (False, True)),
+    "element-wise code behind it": (lambda x: x, torch.sin, (False, True)),
+    "both": (torch.tanh, torch.sin, (False, True)),
+}
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize(("before", "behind", "joins"), BETWEEN.values(), ids=BETWEEN)
+def test_a_gate_is_joined_if_that_saves_more_than_it_cuts(before, behind, joins, is_before, cpu_as_cuda):  # noqa: F811
+    def model(a, b, gate, weight):
+        x, gate = before(a @ b), torch.nn.functional.silu(gate)
+        return [behind(graphs.rms(x * gate, weight) if is_before else graphs.rms(x, weight) * gate) @ b]
+
+    operands = [torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 32), (32, 32), (2, 6, 32), (32,))]
+    traced = trace(model)
+    dy = [torch.randn(2, 6, 32)]
+    got, want = (torch.autograd.grad(run(*operands), operands, dy) for run in (traced, model))
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    is_joined = joins[is_before]
+    form = "of gated" if is_before else "times gate"
+    found = {(entry.direction, entry.taken): entry.reason for entry in inductor.report() if entry.form == form}
+    assert {*found} == {(way, is_joined) for way in ("forward", "backward")}
+    assert any("gate" in name for name in ops_of_ours(traced.forward)) == is_joined
+    if not is_joined:
+        assert "more tensors would move, and 2.3 less" in found["forward", False]
+        (alone,) = (each for each in inductor.report() if each.direction == "backward" and each.form != form)
+        assert alone.norm == "rms", "the norm alone is in the report, too"
