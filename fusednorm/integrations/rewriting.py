@@ -64,7 +64,7 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
     before: dict[GraphModule, Graph] = {}
-    marks, join_marks = ((f"{each}{number}" for number in itertools.count()) for each in (MARK, JOINED))
+    marks, join_marks = (map(f"{name}{{}}".format, itertools.count()) for name in (MARK, JOINED))
     for each in model.modules() if hasattr(model, "modules") else ():
         if isinstance(each, GraphModule):
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
