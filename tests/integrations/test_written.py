@@ -279,7 +279,7 @@ def test_norms_that_share_slices_of_one_table_have_its_gradient(slices, is_wrong
     rows = gathering.MANY_ROWS // 2
     given = torch.randn(2, rows, COLS, requires_grad=True), torch.randn(1, 2, COLS, requires_grad=True)
     model = functools.partial(shares_slices, take=TAKE[slices])
-    traced, dy = trace(model), torch.randn(2, rows, COLS)
+    traced, dy = trace(model, join=()), torch.randn(2, rows, COLS)
     for got, want in zip(grads_of(traced, given, dy), grads_of(model, given, dy), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     joined = calls(traced.backward, "aten.cat")
@@ -292,7 +292,7 @@ def test_sums_over_few_rows_stay_concatenated_unless_inductor_may_fuse_any(mode,
     if mode == "absent":
         monkeypatch.setattr(gathering, "config", types.SimpleNamespace(triton=types.SimpleNamespace()))
     with contextlib.nullcontext() if mode == "absent" else config.patch({NON_STRICT: mode}):
-        traced = trace(shares_slices)
+        traced = trace(shares_slices, join=())
         traced(torch.randn(2, 6, COLS), torch.randn(1, 2, COLS, requires_grad=True)).sum().backward()
     assert len(calls(traced.backward, "aten.cat")) == joined
 
