@@ -62,7 +62,7 @@ def why_apart(calls: Sequence[Call], suffix: str) -> str | None:
     for call in calls:
         for name, each in call.reads.items():
             if each not in in_memory:
-                moved[name] = _moved_for(nodes, each, x, call.reads)
+                moved[name] = _moved_for(nodes, each, x, call.reads, is_backward=call is not calls[0])
         for name, each in call.writes.items():
             moved[name] = _moved_after(each, x, call.node)
         in_memory |= {*call.reads.values(), *call.writes.values()}
@@ -77,7 +77,9 @@ def _why(moved: dict[str, float], saved: float) -> str | None:
     return f"fused with what is element-wise at {names}: apart, {more:g} more tensors would move, and {saved:g} less"
 
 
-def _moved_for(ops: Set[Node], read: Node, x: Node, inputs: dict[str, Node | None]) -> float:
+def _moved_for(
+    ops: Set[Node], read: Node, x: Node, inputs: dict[str, Node | None], is_backward: bool = True
+) -> float:
     """The traffic for an input of an op that an element-wise kernel makes. ops: that one, and those that the norm has
     beside it."""
     source = _behind_views(read)
@@ -89,8 +91,9 @@ def _moved_for(ops: Set[Node], read: Node, x: Node, inputs: dict[str, Node | Non
         return 0  # it is in memory, because a kernel before the norm's reads it there
     users = {*_users_behind_views(source)} - ops
     is_written = any(not (is_fusible(user) or user.target in SUMS) for user in users)
-    # A sum over rows reads these tensors in any case. Its kernel can make the input, which ours reads in their place.
-    shared = sum(_tensors(leaf, x) for leaf in leaves if _is_summed_over_rows(leaf, x))
+    # A sum over rows, in the backward, reads these tensors in any case. Its kernel can make the input, which ours reads
+    # in their place.
+    shared = sum(_tensors(leaf, x) for leaf in leaves if is_backward and _is_summed_over_rows(leaf, x))
     return max(0.0, _tensors(read, x) * (1 if is_written else 2) - shared)
 
 

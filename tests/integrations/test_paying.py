@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_inductor import nothing_is_left  # noqa: F401
+from torch.nn import functional as F
 from tracing import cpu_as_cuda, trace  # noqa: F401
 
 from bench import graphs
@@ -40,7 +41,7 @@ def test_the_faster_one_is_chosen_and_computes_the_same(name, cpu_as_cuda):  # n
 
 
 def gated(x, gate, weight):
-    return graphs.rms(x, weight) * torch.nn.functional.silu(gate)
+    return graphs.rms(x, weight) * F.silu(gate)
 
 
 def test_a_backward_left_to_inductor_serves_every_row_count_and_width(cpu_as_cuda):  # noqa: F811
@@ -87,11 +88,16 @@ def test_products_alone_are_in_memory_and_their_sums_are_not(use, pays, cpu_as_c
     assert bool(ops_of_ours(traced.backward)) == pays
 
 
+def made_by_element_wise_code(a, b, bias):
+    """Of two products whose biases' gradients are sums over rows."""
+    return torch.tanh(F.linear(a, b, bias) + F.linear(a.sin(), b, bias))
+
+
 BETWEEN = {  # what is before and behind the norm, and whether what surrounds it is joined: behind it, before it
-    "products": (lambda x: x, lambda y: y, (True, True)),
-    "element-wise code before it": (torch.tanh, lambda y: y, (False, True)),
-    "element-wise code behind it": (lambda x: x, torch.sin, (False, True)),
-    "both": (torch.tanh, torch.sin, (False, True)),
+    "products": (F.linear, lambda y: y, (True, True)),
+    "element-wise code before it": (made_by_element_wise_code, lambda y: y, (False, True)),
+    "element-wise code behind it": (F.linear, torch.sin, (False, True)),
+    "both": (made_by_element_wise_code, torch.sin, (False, True)),
 }
 
 
@@ -99,7 +105,7 @@ BETWEEN = {  # what is before and behind the norm, and whether what surrounds it
 @pytest.mark.parametrize(("before", "behind", "joins"), BETWEEN.values(), ids=BETWEEN)
 def test_a_gate_is_joined_if_that_saves_more_than_it_cuts(before, behind, joins, is_before, cpu_as_cuda):  # noqa: F811
     def model(a, b, gate, weight):
-        x, gate = before(a @ b), torch.nn.functional.silu(gate)
+        x, gate = before(a, b, weight), F.silu(gate)
         return [behind(graphs.rms(x * gate, weight) if is_before else graphs.rms(x, weight) * gate) @ b]
 
     operands = [torch.randn(*shape, requires_grad=True) for shape in ((2, 6, 32), (32, 32), (2, 6, 32), (32,))]
