@@ -29,7 +29,7 @@ from . import routing
 from .paying import reached
 from .written import Written, is_cast_to, kind_of, only_user, reads_any, value_of
 
-REASON = "each large tensor once, with what surrounds the norm"
+REASON = "one op with what surrounds the norm, which moves each large tensor once"
 SAMPLE = 2, 1024  # samples and their rows, to ask whether there are kernels: any numbers
 
 

@@ -74,7 +74,8 @@ def _why(moved: dict[str, float], saved: float) -> str | None:
     if not more or more < saved:
         return None
     names = " and ".join(name for name, tensors in moved.items() if tensors)
-    return f"fused with what is element-wise at {names}: apart, {more:g} more tensors would move, and {saved:g} less"
+    moved = f"our op would move {more:g} tensors of x's size more there, and {saved:g} less itself"
+    return f"fused with element-wise code at {names}: {moved}"
 
 
 def _moved_for(

@@ -62,7 +62,7 @@ def test_the_reason_names_what_would_be_cut(cpu_as_cuda):  # noqa: F811
     operands = [torch.randn(*shape, requires_grad=True) for shape in ((6, 32), (6, 32), (32,))]
     trace(gated, join=())(*operands).square().sum().backward()
     (entry,) = (entry for entry in inductor.report() if entry.direction == "backward")
-    assert "element-wise at grad_out: apart, 2 more tensors would move" in entry.reason
+    assert "element-wise code at grad_out: our op would move 2 tensors of x's size more there" in entry.reason
     assert "graphs.py" in entry.place and "in rms" in entry.place, "outside of modules the line of code"
 
 
@@ -119,6 +119,6 @@ def test_a_gate_is_joined_if_that_saves_more_than_it_cuts(before, behind, joins,
     assert {*found} == {(way, is_joined) for way in ("forward", "backward")}
     assert any("gate" in name for name in ops_of_ours(traced.forward)) == is_joined
     if not is_joined:
-        assert "more tensors would move, and 2.3 less" in found["forward", False]
+        assert "tensors of x's size more there, and 2.3 less itself" in found["forward", False]
         (alone,) = (each for each in inductor.report() if each.direction == "backward" and each.form != form)
         assert alone.norm == "rms", "the norm alone is in the report, too"
