@@ -213,6 +213,7 @@ class PartsTile(Tile):
     turned: int = 0  # columns that the form turns, the first ones of a row
     pairs: bool = False  # of these, adjacent ones are turned together; else one of the first half and one of the second
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
+    in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
 
     @property
     def parts(self) -> tl.constexpr:

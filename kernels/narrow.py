@@ -39,19 +39,18 @@ def pick(choices, part, level: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def part_of_grid(ctas, mixed: tl.constexpr, tile: tl.constexpr):
-    """The CTA's part. If parts are mixed, CTAs of the other tensors lie evenly between those of the first: one of them
-    follows each `count // others` CTAs of the first."""
+def part_of_grid(ctas, share, tile: tl.constexpr):
+    """The CTA's part. With a `share`, CTAs of the other tensors lie evenly between those of the first: they are this
+    share of the grid, in units of 2^-31, rounded up."""
     cta = tl.program_id(0)
     tensor = cta * 0
     first = cta * 0
     count = number(ctas[0])
-    if mixed and tile.parts > 1:
-        others = tl.num_programs(0) - count
-        group = count // others + 1
-        of_group = tl.minimum(cta // group, others)
-        last = (cta - of_group * group == group - 1) & (of_group < others)
-        cta = tl.where(last, count + of_group, cta - of_group)
+    if share is not None:
+        before = cta.to(tl.int64) * share
+        others = (before >> 31).to(tl.int32)
+        is_other = ((before + share) >> 31).to(tl.int32) > others
+        cta = tl.where(is_other, count + others, cta - others)
     end = count
     for i in tl.static_range(1, tile.parts):
         tensor = tl.where(cta >= end, i, tensor)
@@ -63,11 +62,16 @@ def part_of_grid(ctas, mixed: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def place(row, sizes, part, tile: tl.constexpr):
-    """The indices of rows at each level, outermost first."""
+    """The indices of rows at each level, outermost first. A division by a size is a product with its reciprocal: see
+    launch.sizes_of."""
     found = ()
     for i in tl.static_range(1, tile.levels):
-        size = number(pick(sizes, part, tile.num_levels - 1 - i, tile))
-        outer = (row.to(tl.uint32) // size.to(tl.uint32)).to(tl.int32)
+        level: tl.constexpr = tile.num_levels - 1 - i
+        size = number(pick(sizes, part, level, tile))
+        reciprocal = pick(sizes, part, tile.num_levels - 1 + level, tile)
+        shift = number(pick(sizes, part, 2 * (tile.num_levels - 1) + level, tile))
+        twice = (2 * row).to(tl.uint32)
+        outer = (tl.umulhi(twice, reciprocal.to(tl.uint32, bitcast=True)) >> shift.to(tl.uint32)).to(tl.int32)
         found = (row - outer * size,) + found
         row = outer
     return (row,) + found
@@ -99,7 +103,7 @@ def load_table(ptr, start, row_mask, rest: tl.constexpr, norm: tl.constexpr, til
             mask = row_mask & inside(c, tile.turned, tile)
             if tile.per_pair:
                 col = col // 2 if tile.pairs else columns(0, tile)
-            table = table + (tl.load(ptr + start + col, mask=mask, other=rest).to(norm.acc),)
+            table = table + (widen(tl.load(ptr + start + col, mask=mask, other=rest), tile.in_pairs, norm.acc),)
     return table
 
 
@@ -119,14 +123,14 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
     """The chunks in the accumulation dtype, turned if the form does so."""
     found = ()
     for c in tl.static_range(tile.chunks):
-        found = found + (widen(chunks[c], dtype=norm.acc),)
+        found = found + (widen(chunks[c], tile.in_pairs, norm.acc),)
     if turn is not None:
         found = turn(found, cos, sin, back, tile)
     return found
 
 
 @triton.jit
-def statistics(h, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
+def statistics(h, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
     """mean and rstd [tile.rows, 1]."""
     mean, variance = row_moments(h, cols, norm, tile)
     rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
@@ -134,12 +138,42 @@ def statistics(h, cols, eps, norm: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def forward(
-    x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, sizes, x_strides, table_strides, cols,
-    eps: "fp64", norm: tl.constexpr, tile: tl.constexpr,
+def write_tile(
+    first, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides, table_strides,
+    cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y of the CTA's row tiles, contiguous. x is loaded first: a CTA has one tile, and waits for what it loads once."""
-    part = part_of_grid(ctas, cos_ptr is not None, tile)  # mixed: memory is read once for the rows of a cos and sin
+    """y of the row tile from row `first` on. What is beyond the last row is computed as that row, and not stored: loads
+    without masks have fewer instructions."""
+    row = first + tl.arange(0, tile.rows)
+    in_range = (row < count)[:, None]
+    everywhere = tl.full([tile.rows, 1], True, tl.int1)
+    at = place(tl.minimum(row, count - 1), sizes, part, tile)
+    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), everywhere, cols, tile)
+    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, everywhere, norm, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
+    bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
+    h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+    mean, rstd = statistics(h, cols, eps, norm, tile)
+    u = ()
+    for c in tl.static_range(tile.chunks):
+        x_hat = normalize(h[c], mean, rstd, norm)
+        x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
+        scaled = norm.form.scale(x_hat, widen(weight[c], tile.in_pairs, norm.acc), norm)
+        u = u + (norm.form.shift(scaled, widen(bias[c], tile.in_pairs, norm.acc), norm),)
+    u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
+    start = (row.to(tl.int64) * cols)[:, None]
+    for c in tl.static_range(tile.chunks):
+        store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
+
+
+@triton.jit
+def forward(
+    x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, share, sizes, x_strides, table_strides,
+    eps: "fp64", cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """y of the CTA's row tiles, of its only one with tile.one_tile, contiguous. x is loaded first: a CTA waits for what
+    it loads once."""
+    part = part_of_grid(ctas, share, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
     count = number(pick(rows, part, 0, tile))
@@ -149,30 +183,22 @@ def forward(
     bias_ptr = None
     if norm.has_bias:
         bias_ptr = pick(bias_ptrs, part, 0, tile)
-    for first in range(part.cta * tile.rows, count, part.ctas * tile.rows):
-        row = first + tl.arange(0, tile.rows)
-        in_range = (row < count)[:, None]
-        at = place(row, sizes, part, tile)
-        x = load_chunks(x_ptr, starts(at, x_strides, part, tile), in_range, cols, tile)
-        cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
-        weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
-        bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
-        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-        mean, rstd = statistics(h, cols, eps, norm, tile)
-        u = ()
-        for c in tl.static_range(tile.chunks):
-            x_hat = normalize(h[c], mean, rstd, norm)
-            x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
-            scaled = norm.form.scale(x_hat, widen(weight[c], dtype=norm.acc), norm)
-            u = u + (norm.form.shift(scaled, widen(bias[c], dtype=norm.acc), norm),)
-        u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
-        start = (row.to(tl.int64) * cols)[:, None]
-        for c in tl.static_range(tile.chunks):
-            store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
+    start = part.cta * tile.rows
+    if tile.one_tile:
+        write_tile(
+            start, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides, table_strides,
+            cols, eps, norm, tile,
+        )  # fmt: skip
+    else:
+        for first in range(start, count, part.ctas * tile.rows):
+            write_tile(
+                first, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides,
+                table_strides, cols, eps, norm, tile,
+            )  # fmt: skip
 
 
 @triton.jit
-def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols, tile: tl.constexpr):
+def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols: tl.constexpr, tile: tl.constexpr):
     """The grid's CTAs copy the rows of one more tensor to those of another: `ptrs` has both, `rows` their number."""
     count = number(rows[0])
     for first in range(tl.program_id(0) * tile.rows, count, tl.num_programs(0) * tile.rows):
@@ -188,12 +214,12 @@ def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols, tile: tl.
 @triton.jit
 def backward(
     x_ptrs, dy_ptrs, weight_ptrs, cos_ptr, sin_ptr, dx_ptrs, dw_ptrs, db_ptrs, rows, ctas, sizes, x_strides, dy_strides,
-    dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, cols, eps: "fp64",
-    norm: tl.constexpr, tile: tl.constexpr, copy_tile: tl.constexpr = None,
+    dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, eps: "fp64",
+    cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr, copy_tile: tl.constexpr = None,
 ):  # fmt: skip
     """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of x and dy is always
     under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
-    part = part_of_grid(ctas, False, tile)
+    part = part_of_grid(ctas, None, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)
     count = number(pick(rows, part, 0, tile))
@@ -235,7 +261,7 @@ def backward(
         new_db = ()
         for c in tl.static_range(tile.chunks):
             x_hat = normalize(h[c], mean, rstd, norm)
-            g = norm.form.upstream(du[c], widen(weight[c], dtype=norm.acc), norm)
+            g = norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm)
             sum_gx += g * x_hat
             sum_g += g
             new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c], x_hat, norm),)
@@ -246,7 +272,7 @@ def backward(
             mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
             dh = ()
             for c in tl.static_range(tile.chunks):
-                g = norm.form.upstream(du[c], widen(weight[c], dtype=norm.acc), norm)
+                g = norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm)
                 dh = dh + (input_gradient(g, h[c], mean, rstd, mean_gx, mean_g, norm),)
             dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
             dx_ptr = pick(dx_ptrs, part, 0, tile)

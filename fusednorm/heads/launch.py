@@ -30,7 +30,7 @@ from ..problem.validation import require_memory
 from ..settings import invariance, margin
 from . import blocks
 from . import plan as head_plan
-from .call import VECTOR, HeadCall, HeadProblem, apart, calls_of, in_place, joined, outputs_of
+from .call import VECTOR, HeadCall, HeadProblem, Rows, apart, calls_of, in_place, joined, outputs_of
 from .plan import HeadPlan, Planned, plans_of
 from .problem import Heads, heads_of, packing_of
 
@@ -99,18 +99,18 @@ def launches_of(
     levels, strides = range(problem.levels), []
     for which in range(len(call.places[0].strides)):
         strides.append(tuple(each.strides[which][level] for level in levels for each in call.places))
-    inner = _odd(each.sizes[level] for level in levels[:-1] for each in call.places) or None
+    inner = sizes_of(call.places)
     table_strides = strides.pop() if cos else None
     norm, options = _norm(problem), {"maxnreg": plan.max_registers}
     grid = (sum(ctas),)
     if problem.direction == "forward":
-        tile = _tile(plan, problem)
-        numbers = _odd(call.rows), _odd(ctas), inner
-        args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, cols, eps
-        launch = Launch(narrow.forward, grid, args, norm, tile, options)
+        tile = _tile(plan, problem, one_tile=not spec.sm_margin)
+        share = cos and share_of_others(ctas)
+        args = x, weights, biases, cos, sin, outs, _odd(call.rows), _odd(ctas), share, inner, *strides, table_strides, eps
+        launch = Launch(narrow.forward, grid, args, norm, tile, options, {"cols": cols})
         return [launch], []
     dependent = problem.num_sums > 0 and spec.places_dependents
-    tile, dx_strides = _tile(plan, problem, dependent), strides[2] if problem.wants_dx else None
+    tile, dx_strides = _tile(plan, problem, announces_end=dependent), strides[2] if problem.wants_dx else None
     acc_dtype = problem.acc_dtype
     size = cols * (acc_dtype.itemsize // torch.float32.itemsize)
     parts = [Part(beside=of * size, dtype=acc_dtype) for _ in range(problem.num_sums) for of in ctas]
@@ -118,12 +118,12 @@ def launches_of(
     num_dw = count * problem.wants_dw
     dw, db = tuple(partials[:num_dw]) or None, tuple(partials[num_dw:]) or None
     places = inner, *strides[:2], dx_strides, table_strides
-    copied, constants = (None,) * 5, {}
+    copied, constants = (None,) * 5, {"cols": cols}
     if call.copy_place:
-        (inner, both), copy = call.copy_place, tuple(each.address for each in call.copy)
-        copied = copy, _odd([call.copy[0].numel() // cols]), _odd(inner) or None, *both
-        constants = {"copy_tile": _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))}
-    args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, cols, eps
+        (_, both), copy = call.copy_place, tuple(each.address for each in call.copy)
+        copied = copy, _odd([call.copy[0].numel() // cols]), sizes_of([call.copy_place]), *both
+        constants["copy_tile"] = _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))
+    args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, eps
     launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
@@ -132,6 +132,23 @@ def launches_of(
         grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
         launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
     return launches, parts
+
+
+def sizes_of(places: Sequence[Rows]) -> tuple[int, ...] | None:
+    """How many rows each level but the outermost has, for tensors whose rows lie there, as kernels divide by it: the
+    sizes, then their reciprocals, then shifts. Of reciprocal r and shift s, `(2 * n * r) >> (32 + s)` is n // size for
+    each n below 2^30 (Granlund, Montgomery, "Division by invariant integers using multiplication", 1994), and r, as the
+    number of 32 bits that it is, is odd and negative."""
+    sizes = [each.sizes[level] for level in range(len(places[0].sizes)) for each in places]
+    shifts = [(size - 1).bit_length() for size in sizes]
+    pairs = zip(sizes, shifts, strict=True)
+    reciprocals = [(-(-(2 ** (31 + shift)) // size) | 1) - 2**32 for size, shift in pairs]
+    return (*_odd(sizes), *reciprocals, *_odd(shifts)) or None
+
+
+def share_of_others(ctas: Sequence[int]) -> int:
+    """Which share of the CTAs is not the first tensor's, as narrow.part_of_grid takes it. It is odd, as `_odd` says."""
+    return -(-(sum(ctas[1:]) << 31) // sum(ctas)) | 1
 
 
 def _odd(numbers: Iterable[int]) -> tuple[int, ...]:
@@ -163,19 +180,20 @@ def _norm(problem: HeadProblem) -> Norm:
 
 
 @functools.cache
-def _tile(plan: HeadPlan, problem: HeadProblem, announces_end: bool = False) -> PartsTile:
+def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
     return PartsTile(
         plan.rows_per_tile,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
-        announces_end=announces_end,
+        **more,
         columns_of_chunk=plan.width if plan.width < plan.chunk else 0,
         num_parts=problem.count,
         num_levels=problem.levels,
         turned=problem.turned,
         pairs=problem.settings.interleaved,
         per_pair=problem.per_pair,
+        in_pairs=isinstance(narrow.forward, triton.JITFunction),  # Triton's interpreter knows no PTX
     )
 
 
