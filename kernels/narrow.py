@@ -78,11 +78,20 @@ def place(row, sizes, part, tile: tl.constexpr):
 
 
 @triton.jit
+def wide(number):
+    """A number that is not negative, in 64 bits. As an unsigned one it can be multiplied by one instruction also where
+    the compiler has moved its extension out of a loop."""
+    if number.dtype == tl.int32:
+        number = number.to(tl.uint32, bitcast=True)
+    return number.to(tl.int64)
+
+
+@triton.jit
 def starts(indices, strides, part, tile: tl.constexpr):
     """Element offsets [tile.rows, 1] of the starts of rows."""
-    start = indices[0].to(tl.int64) * pick(strides, part, 0, tile)
+    start = wide(indices[0]) * wide(pick(strides, part, 0, tile))
     for level in tl.static_range(1, tile.levels):
-        start += indices[level].to(tl.int64) * pick(strides, part, level, tile)
+        start += wide(indices[level]) * wide(pick(strides, part, level, tile))
     return start[:, None]
 
 
