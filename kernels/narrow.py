@@ -103,7 +103,7 @@ def columns_of_tile(c: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def load_table(ptr, start, row_mask, rest: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr):
+def load_table(ptr, start, row_mask, rest: tl.constexpr, tile: tl.constexpr):
     """cos or sin of the chunks that have turned columns, with `rest` for other columns. No chunks without a table."""
     table = ()
     if ptr is not None:
@@ -112,29 +112,36 @@ def load_table(ptr, start, row_mask, rest: tl.constexpr, norm: tl.constexpr, til
             mask = row_mask & inside(c, tile.turned, tile)
             if tile.per_pair:
                 col = col // 2 if tile.pairs else columns(0, tile)
-            table = table + (widen(tl.load(ptr + start + col, mask=mask, other=rest), tile.in_pairs, norm.acc),)
+            table = table + (tl.load(ptr + start + col, mask=mask, other=rest),)
     return table
 
 
 @triton.jit
-def load_tables(cos_ptr, sin_ptr, indices, strides, part, row_mask, norm: tl.constexpr, tile: tl.constexpr):
+def load_tables(cos_ptr, sin_ptr, indices, strides, part, row_mask, tile: tl.constexpr):
     cos = ()
     sin = ()
     if cos_ptr is not None:
         start = starts(indices, strides, part, tile)
-        cos = load_table(cos_ptr, start, row_mask, 1.0, norm, tile)
-        sin = load_table(sin_ptr, start, row_mask, 0.0, norm, tile)
+        cos = load_table(cos_ptr, start, row_mask, 1.0, tile)
+        sin = load_table(sin_ptr, start, row_mask, 0.0, tile)
     return cos, sin
 
 
 @triton.jit
-def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr):
-    """The chunks in the accumulation dtype, turned if the form does so."""
+def wide_chunks(chunks, norm: tl.constexpr, tile: tl.constexpr):
+    """The chunks in the accumulation dtype."""
     found = ()
-    for c in tl.static_range(tile.chunks):
+    for c in tl.static_range(len(chunks)):
         found = found + (widen(chunks[c], tile.in_pairs, norm.acc),)
+    return found
+
+
+@triton.jit
+def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr):
+    """`wide_chunks`, turned if the form does so."""
+    found = wide_chunks(chunks, norm, tile)
     if turn is not None:
-        found = turn(found, cos, sin, back, tile)
+        found = turn(found, wide_chunks(cos, norm, tile), wide_chunks(sin, norm, tile), back, tile)
     return found
 
 
@@ -158,7 +165,7 @@ def write_tile(
     everywhere = tl.full([tile.rows, 1], True, tl.int1)
     at = place(tl.minimum(row, count - 1), sizes, part, tile)
     x = load_chunks(x_ptr, starts(at, x_strides, part, tile), everywhere, cols, tile)
-    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, everywhere, norm, tile)
+    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, everywhere, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
     h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
@@ -247,19 +254,22 @@ def backward(
     ahead = (next_row < count)[:, None]
     next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
     next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
+    next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
     if copy_tile is not None:
         copy_rows(copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, part, cols, copy_tile)
     for _ in range(part.cta * tile.rows, count, step):
         at = next_at
         x = next_x
         dy = next_dy
-        in_range = (next_row < count)[:, None]
-        cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, in_range, norm, tile)
+        cos = next_cos
+        sin = next_sin
+        in_range = ahead
         next_row += step
         ahead = (next_row < count)[:, None]
         next_at = place(next_row, sizes, part, tile)
         next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
         next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
+        next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         mean, rstd = statistics(h, cols, eps, norm, tile)
