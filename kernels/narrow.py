@@ -214,6 +214,14 @@ def forward(
 
 
 @triton.jit
+def centered(h, mean, norm: tl.constexpr):
+    """x_hat without the factor rstd, for row sums that need not wait for it."""
+    if norm.layer:
+        h -= mean
+    return h
+
+
+@triton.jit
 def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols: tl.constexpr, tile: tl.constexpr):
     """The grid's CTAs copy the rows of one more tensor to those of another: `ptrs` has both, `rows` their number."""
     count = number(rows[0])
@@ -274,25 +282,27 @@ def backward(
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         mean, rstd = statistics(h, cols, eps, norm, tile)
         rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
-        sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
-        sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
+        g = ()
         new_dw = ()
         new_db = ()
         for c in tl.static_range(tile.chunks):
             x_hat = normalize(h[c], mean, rstd, norm)
-            g = norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm)
-            sum_gx += g * x_hat
-            sum_g += g
+            g = g + (norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm),)
             new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c], x_hat, norm),)
             new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
         dw = new_dw
         db = new_db
         if norm.wants_dx:
+            sum_gx = g[0] * centered(h[0], mean, norm)
+            sum_g = g[0]
+            for c in tl.static_range(1, tile.chunks):
+                sum_gx += g[c] * centered(h[c], mean, norm)
+                sum_g += g[c]
             mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+            mean_gx *= rstd
             dh = ()
             for c in tl.static_range(tile.chunks):
-                g = norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm)
-                dh = dh + (input_gradient(g, h[c], mean, rstd, mean_gx, mean_g, norm),)
+                dh = dh + (input_gradient(g[c], h[c], mean, rstd, mean_gx, mean_g, norm),)
             dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
             dx_ptr = pick(dx_ptrs, part, 0, tile)
             start = starts(at, dx_strides, part, tile)

@@ -108,7 +108,7 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
     if norm.layer:
         dx = tl.fma(mean - x, of_x, g) - mean_g
     else:
-        dx = tl.fma(-x, of_x, g)
+        dx = tl.fma(x, -of_x, g)
     return dx * rstd
 
 

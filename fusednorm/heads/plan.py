@@ -87,6 +87,8 @@ def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
         width = cols & -cols
         if width * itemsize < limits.head_segment_bytes or cols // width > limits.head_chunks:
             width = cols
+        elif width * itemsize >= 2 * limits.head_bytes["half"]:
+            width //= 2
     return power_of_two(width), width, -(-cols // width)
 
 
