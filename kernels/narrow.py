@@ -214,11 +214,14 @@ def forward(
 
 
 @triton.jit
-def centered(h, mean, norm: tl.constexpr):
-    """x_hat without the factor rstd, for row sums that need not wait for it."""
+def centered(chunks, mean, norm: tl.constexpr, tile: tl.constexpr):
+    """x_hat without the factor rstd."""
+    found = chunks
     if norm.layer:
-        h -= mean
-    return h
+        found = ()
+        for c in tl.static_range(tile.chunks):
+            found = found + (chunks[c] - mean,)
+    return found
 
 
 @triton.jit
@@ -282,27 +285,31 @@ def backward(
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         mean, rstd = statistics(h, cols, eps, norm, tile)
         rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
+        h = centered(h, mean, norm, tile)
         g = ()
         new_dw = ()
         new_db = ()
         for c in tl.static_range(tile.chunks):
-            x_hat = normalize(h[c], mean, rstd, norm)
-            g = g + (norm.form.upstream(du[c], widen(weight[c], tile.in_pairs, norm.acc), norm),)
-            new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c], x_hat, norm),)
+            scaled = du[c] * rstd
+            g = g + (norm.form.upstream(scaled, widen(weight[c], tile.in_pairs, norm.acc), norm),)
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(scaled, h[c], norm),)
             new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
         dw = new_dw
         db = new_db
         if norm.wants_dx:
-            sum_gx = g[0] * centered(h[0], mean, norm)
+            sum_gx = g[0] * h[0]
             sum_g = g[0]
             for c in tl.static_range(1, tile.chunks):
-                sum_gx += g[c] * centered(h[c], mean, norm)
+                sum_gx += g[c] * h[c]
                 sum_g += g[c]
             mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
-            mean_gx *= rstd
+            of_h = -(rstd * mean_gx) * rstd
             dh = ()
             for c in tl.static_range(tile.chunks):
-                dh = dh + (input_gradient(g[c], h[c], mean, rstd, mean_gx, mean_g, norm),)
+                of_c = tl.fma(h[c], of_h, g[c])
+                if norm.layer:
+                    of_c -= mean_g
+                dh = dh + (of_c,)
             dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
             dx_ptr = pick(dx_ptrs, part, 0, tile)
             start = starts(at, dx_strides, part, tile)
