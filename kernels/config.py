@@ -230,6 +230,10 @@ class PartsTile(Tile):
         """The chunks with such columns, in the form that static_range takes."""
         return tl.constexpr(-(-self.turned // self.width))
 
+    def is_beside(self, chunk: int) -> bool:
+        """Whether not all columns of a chunk are turned."""
+        return self.turned < chunk * self.width + self.chunk
+
 
 @dataclass(frozen=True)
 class PartialsTile(CompileTime):

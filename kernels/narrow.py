@@ -6,8 +6,9 @@ multiwave.py. The form may turn whole rows, by cos and sin in memory. A backward
 again. It stores its CTA's sums of dw and db as row p of the tensor's [P, cols] partials.
 
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
-outermost first, which `strides` has for the tensors in turn, level by level. `sizes` has the rows of each level but the
-first, likewise. Row counts are 32-bit, offsets 64-bit. Numbers of rows and CTAs come as loads.number takes them.
+outermost first, which `strides` has for the tensors in turn, level by level. `sizes` says how many rows each level but
+the first has, from the innermost on: see launch.sizes_of. Row counts are 32-bit, offsets 64-bit. Numbers of rows and
+CTAs come as loads.number takes them.
 """
 
 from typing import NamedTuple
@@ -62,16 +63,13 @@ def part_of_grid(ctas, share, tile: tl.constexpr):
 
 @triton.jit
 def place(row, sizes, part, tile: tl.constexpr):
-    """The indices of rows at each level, outermost first. A division by a size is a product with its reciprocal: see
-    launch.sizes_of."""
+    """The indices of rows at each level, outermost first. n // size is a product with a reciprocal: launch.sizes_of."""
     found = ()
-    for i in tl.static_range(1, tile.levels):
-        level: tl.constexpr = tile.num_levels - 1 - i
-        size = number(pick(sizes, part, level, tile))
-        reciprocal = pick(sizes, part, tile.num_levels - 1 + level, tile)
-        shift = number(pick(sizes, part, 2 * (tile.num_levels - 1) + level, tile))
-        twice = (2 * row).to(tl.uint32)
-        outer = (tl.umulhi(twice, reciprocal.to(tl.uint32, bitcast=True)) >> shift.to(tl.uint32)).to(tl.int32)
+    for i in tl.static_range(tile.levels - 1):
+        size = number(pick(sizes, part, 3 * i, tile))
+        reciprocal = pick(sizes, part, 3 * i + 1, tile).to(tl.uint32, bitcast=True)
+        shift = number(pick(sizes, part, 3 * i + 2, tile)).to(tl.uint32)
+        outer = (tl.umulhi((2 * row).to(tl.uint32), reciprocal) >> shift).to(tl.int32)
         found = (row - outer * size,) + found
         row = outer
     return (row,) + found
@@ -112,7 +110,7 @@ def load_table(ptr, start, row_mask, rest: tl.constexpr, tile: tl.constexpr):
             mask = row_mask & inside(c, tile.turned, tile)
             if tile.per_pair:
                 col = col // 2 if tile.pairs else columns(0, tile)
-            table = table + (tl.load(ptr + start + col, mask=mask, other=rest),)
+            table = table + (tl.load(ptr + start + col, mask=mask, other=rest if tile.is_beside(c) else 0.0),)
     return table
 
 
@@ -149,7 +147,9 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
 def statistics(h, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
     """mean and rstd [tile.rows, 1]."""
     mean, variance = row_moments(h, cols, norm, tile)
-    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm)
+    rstd = tl.rsqrt(variance + tl.full([], eps, norm.acc))
+    if norm.layer:
+        rstd += variance * 0.0
     return mean[:, None], rstd[:, None]
 
 

@@ -135,15 +135,18 @@ def launches_of(
 
 
 def sizes_of(places: Sequence[Rows]) -> tuple[int, ...] | None:
-    """How many rows each level but the outermost has, for tensors whose rows lie there, as kernels divide by it: the
-    sizes, then their reciprocals, then shifts. Of reciprocal r and shift s, `(2 * n * r) >> (32 + s)` is n // size for
-    each n below 2^30 (Granlund, Montgomery, "Division by invariant integers using multiplication", 1994), and r, as the
-    number of 32 bits that it is, is odd and negative."""
-    sizes = [each.sizes[level] for level in range(len(places[0].sizes)) for each in places]
-    shifts = [(size - 1).bit_length() for size in sizes]
-    pairs = zip(sizes, shifts, strict=True)
-    reciprocals = [(-(-(2 ** (31 + shift)) // size) | 1) - 2**32 for size, shift in pairs]
-    return (*_odd(sizes), *reciprocals, *_odd(shifts)) or None
+    """How many rows each level but the outermost has, for tensors whose rows lie there, as kernels divide by it. For
+    each level, from the innermost on: the sizes, then reciprocals, then shifts. Of reciprocal r and shift s,
+    `(2 * n * r) >> (32 + s)` is n // size for each n below 2^30 (Granlund, Montgomery, "Division by invariant integers
+    using multiplication", 1994). r has 32 bits, of which the first and the last are 1: as an int32 it is negative, and
+    odd as `_odd` wants it."""
+    found = []
+    for sizes in zip(*[each.sizes[::-1] for each in places], strict=True):
+        shifts = [(size - 1).bit_length() for size in sizes]
+        pairs = zip(sizes, shifts, strict=True)
+        reciprocals = [(-(-(2 ** (31 + shift)) // size) | 1) - 2**32 for size, shift in pairs]
+        found += [*_odd(sizes), *reciprocals, *_odd(shifts)]
+    return tuple(found) or None
 
 
 def share_of_others(ctas: Sequence[int]) -> int:
