@@ -19,7 +19,7 @@ import triton.language as tl
 from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
 from .ptx import launch_dependents
-from .rowmath import input_gradient, inverse_std, normalize, row_means, widen
+from .rowmath import inverse_std, normalize, row_means, widen
 
 
 class Part(NamedTuple):
@@ -147,9 +147,7 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
 def statistics(h, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
     """mean and rstd [tile.rows, 1]."""
     mean, variance = row_moments(h, cols, norm, tile)
-    rstd = tl.rsqrt(variance + tl.full([], eps, norm.acc))
-    if norm.layer:
-        rstd += variance * 0.0
+    rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm, True)
     return mean[:, None], rstd[:, None]
 
 

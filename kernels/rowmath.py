@@ -54,10 +54,14 @@ def kept(value, norm: tl.constexpr):
 
 
 @triton.jit
-def inverse_std(mean_square, eps, norm: tl.constexpr):
+def inverse_std(mean_square, eps, norm: tl.constexpr, at_once: tl.constexpr = False):
     """1 / sqrt(mean_square + eps): rstd from the variance (LayerNorm) or the mean square (RMSNorm). If squares
-    overflowed, LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's."""
-    rstd = 1.0 / tl.sqrt(mean_square + eps)
+    overflowed, LayerNorm's is NaN, because y would be the bias; RMSNorm's is 0, as ATen's. `at_once`: by an instruction
+    for both, of which narrow rows have many."""
+    if at_once and not norm.fp64:
+        rstd = tl.rsqrt(mean_square + eps)
+    else:
+        rstd = 1.0 / tl.sqrt(mean_square + eps)
     if norm.layer:
         rstd += mean_square * 0.0
     return rstd

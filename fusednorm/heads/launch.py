@@ -105,8 +105,10 @@ def launches_of(
     grid = (sum(ctas),)
     if problem.direction == "forward":
         tile = _tile(plan, problem, one_tile=not spec.sm_margin)
-        share = cos and share_of_others(ctas)
-        args = x, weights, biases, cos, sin, outs, _odd(call.rows), _odd(ctas), share, inner, *strides, table_strides, eps
+        # Mixed, so that memory is read once for the rows of a cos and sin.
+        share = share_of_others(ctas) if cos and count > 1 else None
+        numbers = _odd(call.rows), _odd(ctas), share, inner
+        args = x, weights, biases, cos, sin, outs, *numbers, *strides, table_strides, eps
         launch = Launch(narrow.forward, grid, args, norm, tile, options, {"cols": cols})
         return [launch], []
     dependent = problem.num_sums > 0 and spec.places_dependents

@@ -68,6 +68,10 @@ def multiply_wide(a, b, c=0):
     return np.multiply(a, b, dtype=f"{a.dtype.kind}{2 * a.itemsize}") + c
 
 
+def multiply_high(a, b):
+    return (multiply_wide(a, b) >> 8 * a.itemsize).astype(a.dtype)
+
+
 def permute(a, b, selector):
     """The prmt instruction: each nibble of the selector names one of the eight bytes of a and b. A nibble with its high
     bit set gives the sign of that byte in all bits of the result's byte."""

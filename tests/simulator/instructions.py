@@ -23,6 +23,7 @@ FUNCTIONS = [
     ("divide", r"div\.rn\.(f32|f64)", "K K K"),
     ("multiply_by_inverse", r"div\.(?:full|approx)\.(f32)", "K K K"),
     ("divide_integers", rf"div\.({LONG})", "K K K"),
+    ("multiply_high", r"mul\.hi\.([su]32)", "K K K"),
     ("multiply_add", rf"mad\.lo\.({LONG})", "K K K K"),
     ("multiply_wide", r"mul\.wide\.([su](?:16|32))", "W K K"),
     ("multiply_wide", r"mad\.wide\.([su]32)", "W K K W"),

@@ -55,6 +55,8 @@ def test_bfloat16_is_rounded_to_nearest_even():
         "mov.b32 {%h1, %h2}, %r0; mov.b32 %r1, {%h2, %h1};": lambda n: n << 16,
         "cvt.u16.u32 %h1, %r0; cvt.u32.u16 %r1, %h1;": lambda n: n,
         "sub.s32 %r2, %r0, 16; cvt.u16.u32 %h1, %r2; mul.wide.s16 %r1, %h1, 3000;": lambda n: 3000 * (n - 16),
+        "sub.s32 %r2, %r0, 16; mul.hi.s32 %r1, %r2, 0x70000000;": lambda n: (n - 16) * 0x70000000 >> 32,
+        "mul.hi.u32 %r1, %r0, 0xf0000000;": lambda n: n * 0xF0000000 >> 32,
         "cvt.u16.u32 %h1, %r0; mul.wide.u16 %r1, %h1, 60000;": lambda n: 60000 * n,
         "mov.b32 %r2, 0x11223344; prmt.b32 %r1, %r0, %r2, 0x7601U;": lambda n: 0x11220000 | (n << 8),
         "mov.b32 %r2, 0x11F23344; prmt.b32 %r1, %r2, 0, 0xA980U;": lambda n: 0xFF000044 - (1 << 32),
