@@ -235,8 +235,9 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 
 @triton.jit
-def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr):
-    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0."""
+def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr, numbers: tl.constexpr = None):
+    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0. All elements
+    are `numbers`, by default of their dtype."""
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
@@ -257,7 +258,7 @@ def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr):
         squares += deviation * deviation
     squares = tl.sum(squares, axis=1)
     variance = squares / cols
-    if norm.layer and not sums_equal_elements(x[0].dtype, norm.acc, tile.padded_columns):
+    if norm.layer and not sums_equal_elements(numbers or x[0].dtype, norm.acc, tile.padded_columns):
         row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
     return row_mean, variance
 

@@ -144,9 +144,10 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
 
 
 @triton.jit
-def statistics(h, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
-    """mean and rstd [tile.rows, 1]."""
-    mean, variance = row_moments(h, cols, norm, tile)
+def statistics(h, x, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
+    """mean and rstd [tile.rows, 1] of h, which is x where the form does not turn it."""
+    numbers: tl.constexpr = None if norm.form.turn_h is not None else x[0].dtype
+    mean, variance = row_moments(h, cols, norm, tile, numbers)
     rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm, True)
     return mean[:, None], rstd[:, None]
 
@@ -167,7 +168,7 @@ def write_tile(
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
     h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-    mean, rstd = statistics(h, cols, eps, norm, tile)
+    mean, rstd = statistics(h, x, cols, eps, norm, tile)
     u = ()
     for c in tl.static_range(tile.chunks):
         x_hat = normalize(h[c], mean, rstd, norm)
@@ -281,7 +282,7 @@ def backward(
         next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
-        mean, rstd = statistics(h, cols, eps, norm, tile)
+        mean, rstd = statistics(h, x, cols, eps, norm, tile)
         rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
         h = centered(h, mean, norm, tile)
         g = ()
