@@ -19,7 +19,7 @@ import triton.language as tl
 from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
 from .ptx import launch_dependents
-from .rowmath import inverse_std, normalize, row_means, widen
+from .rowmath import gradient_beside_scaled, inverse_std, normalize, row_means, widen
 
 
 class Part(NamedTuple):
@@ -243,8 +243,8 @@ def backward(
     dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, eps: "fp64",
     cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr, copy_tile: tl.constexpr = None,
 ):  # fmt: skip
-    """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of x and dy is always
-    under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
+    """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of what it reads is
+    always under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
     part = part_of_grid(ctas, None, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)
@@ -289,7 +289,7 @@ def backward(
         new_dw = ()
         new_db = ()
         for c in tl.static_range(tile.chunks):
-            scaled = du[c] * rstd
+            scaled = du[c] * rstd  # in place of x_hat and dx, which would both be scaled
             g = g + (norm.form.upstream(scaled, widen(weight[c], tile.in_pairs, norm.acc), norm),)
             new_dw = new_dw + (dw[c] + norm.form.to_dw(scaled, h[c], norm),)
             new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
@@ -302,13 +302,9 @@ def backward(
                 sum_gx += g[c] * h[c]
                 sum_g += g[c]
             mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
-            of_h = -(rstd * mean_gx) * rstd
             dh = ()
             for c in tl.static_range(tile.chunks):
-                of_c = tl.fma(h[c], of_h, g[c])
-                if norm.layer:
-                    of_c -= mean_g
-                dh = dh + (of_c,)
+                dh = dh + (gradient_beside_scaled(g[c], h[c], rstd, mean_gx, mean_g, norm),)
             dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
             dx_ptr = pick(dx_ptrs, part, 0, tile)
             start = starts(at, dx_strides, part, tile)

@@ -112,7 +112,7 @@ def input_gradient(g, x, mean, rstd, mean_gx, mean_g, norm: tl.constexpr):
     if norm.layer:
         dx = tl.fma(mean - x, of_x, g) - mean_g
     else:
-        dx = tl.fma(x, -of_x, g)
+        dx = tl.fma(-x, of_x, g)
     return dx * rstd
 
 
@@ -124,6 +124,16 @@ def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
     if norm.layer:
         dx -= mean_g
     return dx * rstd
+
+
+@triton.jit
+def gradient_beside_scaled(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
+    """`input_gradient` from rstd * g in place of g, x - mean in place of x (RMSNorm: x), and row means of rstd * g
+    times that and of rstd * g."""
+    dx = tl.fma(x, -(rstd * mean_gx) * rstd, g)
+    if norm.layer:
+        dx -= mean_g
+    return dx
 
 
 @triton.constexpr_function

@@ -81,13 +81,13 @@ def _registers(problem: HeadProblem, elements: int) -> float:
 
 
 def chunks_of(cols: int, itemsize: int, width: int = 0) -> tuple[int, int, int]:
-    """(chunk, width, num_chunks) of rows. Without a width it is the largest power of two that divides a row, or the
-    whole row if such chunks would be too many or too short."""
+    """(chunk, width, num_chunks) of rows. Without a width it is the largest power of two that divides a row, halved if
+    it is long, or the whole row if such chunks would be too many or too short."""
     if not width:
         width = cols & -cols
         if width * itemsize < limits.head_segment_bytes or cols // width > limits.head_chunks:
             width = cols
-        elif width * itemsize >= 2 * limits.head_bytes["half"]:
+        elif width * itemsize >= 2 * limits.head_half_bytes and 2 * cols // width <= limits.head_chunks:
             width //= 2
     return power_of_two(width), width, -(-cols // width)
 
