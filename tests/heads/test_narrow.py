@@ -57,6 +57,21 @@ def test_what_is_no_row_leaves_no_nan_in_sums_if_eps_is_0(norm):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16])
+def test_rows_of_equal_elements_become_the_bias_and_equal_gradients_leave_none(dtype):
+    case = HeadCase(norm="layer", cols=48, dtype=dtype, tokens=9)
+    given = case.tensors()
+    for name in "qk":
+        element = 100 + 30 * given[name].detach()[..., :1]
+        given[name] = element.expand(given[name].shape).contiguous().requires_grad_()
+        given[f"{name}_weight"] = torch.full((case.cols,), 3.0, dtype=dtype, requires_grad=True)
+    outputs = case.run(given)
+    for name, y in zip("qk", outputs, strict=True):
+        assert torch.equal(y, given[f"{name}_bias"].expand(y.shape))
+    for grad in torch.autograd.grad(outputs, [given["q"], given["k"]], [torch.full_like(y, 0.375) for y in outputs]):
+        assert not grad.any()
+
+
 def slices(case: HeadCase, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Slices of one buffer."""
     qkv = torch.cat([given["q"], given["k"], given["k"]], 2).flatten(2)
