@@ -277,11 +277,11 @@ def backward(
         next_row += step
         ahead = (next_row < count)[:, None]
         next_at = place(next_row, sizes, part, tile)
+        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+        du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
         next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
         next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
-        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-        du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
         mean, rstd = statistics(h, x, cols, eps, norm, tile)
         rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
         h = centered(h, mean, norm, tile)

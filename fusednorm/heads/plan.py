@@ -77,6 +77,7 @@ def _registers(problem: HeadProblem, elements: int) -> float:
         return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
     turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
     of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)
+    of_element += 2 * sum(each.itemsize == 8 for each in problem.table_dtypes)  # of the next tile; narrower ones fit
     return fixed + elements * of_element  # x, dy and the next tile of both; sums
 
 
