@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import uuid
 from dataclasses import replace
 
 import afresh
@@ -444,11 +445,12 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
 # Tests that compile with all of Inductor, which takes a few seconds each
 
 
-def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda, tmp_path, monkeypatch):
+def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda):
+    """No graph of an earlier run is found, because of the tag, but what a compiler made of the same C++ is."""
     from torch._dynamo.utils import counters
     from torch._inductor.utils import run_and_get_code
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tagged = torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex)
     model, x = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32)), torch.randn(6, 32)
     skip = lambda x: x + model(x)  # noqa: E731
     op = "torch.ops.fusednorm.layer_norm_bwd_residual.default("
@@ -458,7 +460,8 @@ def test_inductor_compiles_and_caches_with_and_without_us_apart(cpu_as_cuda, tmp
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(skip, fullgraph=True, **options)
-        got, codes = run_and_get_code(lambda: gradients(model, compiled, x, torch.ones(6, 32)))
+        with tagged:
+            got, codes = run_and_get_code(lambda: gradients(model, compiled, x, torch.ones(6, 32)))
         torch.testing.assert_close(got, gradients(model, skip, x, torch.ones(6, 32)))
         kernels = re.findall(r"(cpp_fused_\w+) =", codes[-1])
         ours = codes[-1].count(op)
