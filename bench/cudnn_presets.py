@@ -17,8 +17,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from fusednorm.tools.console import progress
 
@@ -28,6 +26,7 @@ from .cases import DIRECTIONS, BenchCase, dtype_name, make_bench_inputs, make_pa
 from .peers import inductor
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path
 from .timing import FLUSH_BYTES
+from .zoo.profile import on_device, traced
 
 WARMUP_CALLS, TIMED_CALLS = 5, 20
 BACKENDS = {OURS: OURS, "cudnn": "cudnn", "quack": "quack", "aten": "pytorch", "inductor": "torch_compile"}
@@ -109,15 +108,26 @@ def lines(preset: Preset, machine: dict, device: str = "cuda") -> list[dict]:
 
 def device_ms(call: Callable[[], object]) -> float:
     """The median of what the kernels of a call take, in milliseconds."""
-    flushed, times = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda"), []
-    for _ in range(WARMUP_CALLS + TIMED_CALLS):
-        flushed.zero_()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def calls() -> None:
+        for _ in range(TIMED_CALLS):
+            flushed.zero_()
             call()
             torch.cuda.synchronize()
-        times.append(sum(each.device_time for each in seen.events() if each.device_type is DeviceType.CUDA) / 1000)
-    return statistics.median(times[WARMUP_CALLS:])
+
+    for _ in range(WARMUP_CALLS):
+        call()
+    return median_ms(on_device(traced(calls)))
+
+
+def median_ms(events: list[dict]) -> float:
+    """Of TIMED_CALLS calls with as many events each, whose first is the flush."""
+    each, rest = divmod(len(events), TIMED_CALLS)
+    if rest or each < 2:
+        raise RuntimeError(f"{TIMED_CALLS} calls and flushes must have as many kernels each, got {len(events)} in all")
+    groups = (events[first + 1 : first + each] for first in range(0, len(events), each))
+    return statistics.median(sum(event["dur"] for event in group) for group in groups) / 1000
 
 
 def line(preset: Preset, case: BenchCase, backend: str, times: dict, error: str | None, machine: dict) -> dict:

@@ -31,13 +31,24 @@ def profile_step(step: Callable[[], object]) -> dict:
     each with the op that launched it, its tensors' shapes, and MB in all (its largest tensor once more, as the output).
     The bytes of compiled kernels are not known."""
     step()
+    return summary(traced(step))
+
+
+def traced(run: Callable[[], object]) -> list[dict]:
+    """The events of a run, in Chrome's format."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities, record_shapes=True) as found:
-        step()
+        run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         found.export_chrome_trace(str(path))
-        return summary(json.loads(path.read_text())["traceEvents"])
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def on_device(events: list[dict]) -> list[dict]:
+    """Kernels, copies and fills, in order of time."""
+    found = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted(found, key=lambda event: event["ts"])
 
 
 def summary(events: list[dict]) -> dict:
@@ -45,9 +56,7 @@ def summary(events: list[dict]) -> dict:
     ops = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "External id" in e["args"]}
     rows: dict[tuple, dict] = defaultdict(lambda: {"count": 0, "us": 0.0, "mb": 0.0})
     kinds: dict[str, dict] = defaultdict(lambda: {"count": 0, "us": 0.0, "mb": 0.0})
-    for event in events:
-        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
+    for event in on_device(events):
         op = ops.get(event["args"].get("External id"))
         name, kind = op["name"] if op else "", kind_of(event["name"], op["name"] if op else "")
         moved = bytes_of(op["args"]) / 1e6 if op else 0.0

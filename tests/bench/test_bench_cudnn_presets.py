@@ -44,3 +44,13 @@ def test_the_file_is_the_frontends_csv(monkeypatch, tmp_path):
     assert tuple(rows[0]) == cudnn_presets.COLUMNS and len(rows) == 2
     assert {"norm_name": "smaller", "norm_type": "layer_norm", "N": "3", "C": "64"}.items() <= rows[0].items()
     assert rows[0]["data_type"] == "bfloat16" and rows[0]["has_bias"] == "True"
+
+
+def test_a_time_is_the_median_of_the_kernels_between_two_flushes():
+    """A former failure: a profile of each call by itself saw no kernels, and the bandwidth was divided by 0."""
+    durations = [(900.0, 3.0 + number, 2.0) for number in range(cudnn_presets.TIMED_CALLS)]
+    events = [{"dur": us} for call in durations for us in call]
+    assert cudnn_presets.median_ms(events) == pytest.approx(1e-3 * (5.0 + (cudnn_presets.TIMED_CALLS - 1) / 2))
+    for seen in (events[1:], events[:: len(durations[0])]):
+        with pytest.raises(RuntimeError, match="as many kernels each, got"):
+            cudnn_presets.median_ms(seen)

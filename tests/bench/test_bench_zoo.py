@@ -149,7 +149,7 @@ def test_a_profile_counts_launches_and_bytes_by_what_they_are_for():
         return {"cat": "cpu_op", "name": name, "args": arguments}
 
     def kernel(number: int, name: str, us: float) -> dict:
-        return {"cat": "kernel", "name": name, "dur": us, "args": {"External id": number}}
+        return {"cat": "kernel", "name": name, "ts": 0, "dur": us, "args": {"External id": number}}
 
     events = [op(1, "aten::mul", [10, 8], [8]), kernel(1, "void at::native::k<at::native::BinaryFunctor<x>>(int)", 2.0)]
     events += [kernel(1, "void at::native::k<at::native::BinaryFunctor<x>>(int)", 3.0)]
