@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
-from ..operands import BACKWARD, OPS, Op, Role
+from ..operands import BACKWARD, FORWARD, OPS, Op, Role
 from . import gathering, paying, routing
 from .routing import named_arguments
 
@@ -102,35 +102,38 @@ def fold(graph: Graph) -> int:
 
 def _norms_by_hand(graph: Graph) -> set[str]:
     """The marks of those that our ops run."""
-    return {mark for mark in _marked(graph) if not routing.is_joined(mark)}
+    marks = {routing.mark_of(node.meta) for node in graph.nodes if _op_of(node)}
+    return {mark for mark in marks if mark and not routing.is_joined(mark)}
 
 
 def _joined_in_vain(graph: Graph) -> set[str]:
     """The marks of norms that do not pay as one op with what surrounds them. Notes why."""
     unpaid = set()
-    for mark, nodes in _marked(graph).items():
-        if routing.is_joined(mark):
-            ops = [_op_of(node) for node in nodes]
-            calls = [_call(node, op) for node, op in zip(nodes, ops, strict=True)]
-            if why := paying.why_apart(calls, ops[0].suffix):
+    for node in graph.nodes:
+        op, mark = _op_of(node), routing.mark_of(node.meta)
+        if op and op.direction == FORWARD and routing.is_joined(mark):
+            forward = _call(node, op)
+            calls = [forward, *(_call(each, _op_of(each)) for each in _backwards_of(node, op))]
+            if why := paying.why_apart(calls, op.suffix):
                 unpaid.add(mark)
-                for node, op in zip(nodes, ops, strict=True):
-                    x = named_arguments(node.target, node.args, node.kwargs)["x"].meta["val"]
-                    routing.note(op, x, False, why, node.meta, routing.form_of_join(ops[0]))
+                for each in calls:
+                    x = forward.reads["x"].meta["val"]
+                    routing.note(_op_of(each.node), x, False, why, node.meta, routing.form_of_join(op))
     return unpaid
 
 
-def _marked(graph: Graph) -> dict[str, list[Node]]:
-    """Our ops, by their marks."""
-    found: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        if getattr(node.target, "namespace", None) == ours.name and (mark := routing.mark_of(node.meta)):
-            found.setdefault(mark, []).append(node)
-    return found
+def _backwards_of(forward: Node, op: Op) -> list[Node]:
+    """By the statistics that they read: a mark may be that of the op behind it, to whose node AOTAutograd has given the
+    same number."""
+    at = [each.name for each in op.outputs].index("rstd")
+    statistics = [each for each in forward.users if each.args[1] == at]
+    readers = paying.reached(statistics, lambda each: () if _op_of(each) else each.users)
+    return [each for each in readers if (read := _op_of(each)) and read.direction == BACKWARD]
 
 
-def _op_of(node: Node) -> Op:
-    return OPS[node.target._schema.name.partition("::")[2]]
+def _op_of(node: Node) -> Op | None:
+    is_ours = getattr(node.target, "namespace", None) == ours.name
+    return OPS.get(node.target._schema.name.partition("::")[2]) if is_ours else None
 
 
 def _call(node: Node, op: Op) -> paying.Call:

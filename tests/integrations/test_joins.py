@@ -8,6 +8,9 @@ import torch
 from test_gates_in_graphs import mamba2, qwen3_next
 from test_inductor import nothing_is_left  # noqa: F401
 from test_modulations import C, dit, gated_sum, ops_in, results
+from test_rotations import attention
+from test_rotations import operands as heads
+from test_rotations import results as rotated_results
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -108,6 +111,22 @@ def test_they_are_found_in_modes_of_inductor(model, mode, monkeypatch):
         got = results(torch.compile(model, mode=mode), given)
     check(got, results(model, given))
     assert seen == MODELS[model]
+
+
+def beside_rotations(q, k, of_q, of_k, cos, sin, x, scale):
+    """Its norm is traced behind those of q and k."""
+    y = [layer(x) * (1 + scale)]
+    return [*attention(q, k, of_q, of_k, cos, sin, swaps="never"), *y]
+
+
+def test_a_norm_of_heads_may_be_beside_a_joined_one():
+    """AOTAutograd may say of a backward that it is that of the op behind its own."""
+    given = [*heads(), *(torch.randn(shape, requires_grad=True) for shape in ((2, 6, C), (2, 1, C)))]
+    traced = trace(beside_rotations)
+    check(rotated_results(traced, given), rotated_results(beside_rotations, given))
+    assert ran(traced)[:2] == ["fusednorm.head_norm_fwd", "fusednorm.layer_norm_fwd_modulated"]
+    assert {*ran(traced)[2:]} == {"fusednorm.head_norm_bwd", "fusednorm.layer_norm_bwd_modulated"}
+    assert {entry.form: entry.taken for entry in inductor.report()} == {"rotated": True, "modulated": True}
 
 
 def of_a_table(x, table):

@@ -126,11 +126,11 @@ def operands(dtype=FP32, table_dtype=FP32, columns=D, batch=2, tokens=6, of_k=2)
 
 def results(function, given):
     """Of q and k, and all gradients."""
-    q, k = function(*given)
+    outputs = function(*given)
     torch.manual_seed(1)
-    dys = [torch.randn(each.shape, dtype=each.dtype) for each in (q, k)]
+    dys = [torch.randn(each.shape, dtype=each.dtype) for each in outputs]
     leaves = [each for each in given if each.requires_grad]
-    return [q.detach(), k.detach(), *torch.autograd.grad((q, k), leaves, dys)]
+    return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, dys)]
 
 
 def joined(traced):
