@@ -69,7 +69,7 @@ def compiled_cases(gpu: str) -> dict[str, tuple[dict, dict, dict]]:
         if "median_us" in each:
             found.setdefault((each["case"], each["date"]), {})[each["way"]] = each
     # What is now one way was several: with norms written by hand until 2026-11-27, with these joins until the 28th.
-    names = "written", "modulated", "gated", "ours"
+    names = "all", "written", "modulated", "gated", "ours"
     timed = {
         case: (ways.get("stock"), next((ways[name] for name in names if name in ways), None), ways.get("forms", {}))
         for (case, _), ways in found.items()
