@@ -434,10 +434,10 @@ class LayerNormModulated(nn.LayerNorm):
 
 
 class LayerNormGated(nn.LayerNorm):
-    """Behind it is a gate of 1."""
+    """Before it is a gate of 1."""
 
     def forward(self, x):
-        return super().forward(x) * nn.functional.silu(torch.full_like(x, 1.2784645427610737))
+        return super().forward(x * nn.functional.silu(torch.full_like(x, 1.2784645427610737)))
 
 
 # Norms, and our backward of each in a graph
@@ -445,7 +445,7 @@ IN_GRAPHS = {
     STOCK: "layer_norm_bwd_residual",
     STOCK._replace(layer=LayerNormByHand): "layer_norm_bwd_residual",
     STOCK._replace(layer=LayerNormModulated): "layer_norm_bwd_modulated",
-    STOCK._replace(layer=LayerNormGated): "layer_norm_bwd_times_gate",
+    STOCK._replace(layer=LayerNormGated): "layer_norm_bwd_of_gated",
 }
 
 
