@@ -60,7 +60,7 @@ class Case(NamedTuple):
     shapes: Callable[[Sizes], list[Sizes]]  # of the sizes of x
     sizes: Sizes
     tiny: Sizes
-    joined: str = ""  # the form of the op, if more than the norm becomes one; then the way "apart" is timed, too
+    joined: str = ""  # what the report says if more than a backward becomes an op; then the way "apart" is timed, too
     tables: int = 0  # of a rotation, the last tensors
 
 
@@ -102,6 +102,18 @@ def heads_rotated_first(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *table
     return rms(turned(q.transpose(1, 2), *tables), of_q), rms(turned(k.transpose(1, 2), *tables), of_k)
 
 
+def rotated_packed_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values = qkv.shape[2] // 6
+    q, k, v = qkv.split([4 * values, values, values], dim=2)
+    return *rotated_heads(q, k, of_q, of_k, *tables), v
+
+
+def rotated_packed_form(qkv: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    values, tables = qkv.shape[2] // 6, [each.squeeze(1) for each in tables]
+    q, k, v = fusednorm.qk_norm_packed(qkv.flatten(2), 4 * values, values, of_q, of_k, EPS, rotary=tuple(tables))
+    return q.transpose(1, 2), k.transpose(1, 2), v
+
+
 def packed_form(qkv: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, ...]:
     values = qkv.shape[1] // 6
     return fusednorm.qk_norm_packed(qkv.flatten(1), 4 * values, values, of_q, of_k, EPS)
@@ -140,14 +152,15 @@ def shapes_of_samples(s: Sizes) -> list[Sizes]:
 CASES: dict[str, Case] = {
     "one_plus_weight": Case(
         lambda x, weight: rms(x, 1 + weight), partial(fusednorm.affine_rms_norm, eps=EPS, weight_offset=1.0),
-        lambda s: [s, s[-1:]], (16384, 4096), (16, 32),
+        lambda s: [s, s[-1:]], (16384, 4096), (4, 2048), "is read once",
     ),
     "residual_rms": Case(
-        residual_rms, partial(fusednorm.add_rms_norm, eps=EPS), lambda s: [s, s, s[-1:]], (16384, 4096), (16, 32)
+        residual_rms, partial(fusednorm.add_rms_norm, eps=EPS), lambda s: [s, s, s[-1:]], (16384, 4096), (4, 2048),
+        "is read once",
     ),
     "residual_layer": Case(
         residual_layer, partial(fusednorm.add_layer_norm, eps=EPS), lambda s: [s, s, s[-1:], s[-1:]], (16384, 2048),
-        (16, 32),
+        (4, 2048), "is read once",
     ),
     "rms_then_gate": Case(
         lambda x, gate, weight: rms(x, weight) * F.silu(gate), partial(fusednorm.rms_norm_gated, eps=EPS),
@@ -159,7 +172,11 @@ CASES: dict[str, Case] = {
         (16, 32), "of gated",
     ),
     "packed_heads": Case(
-        packed_heads, packed_form, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32)
+        packed_heads, packed_form, lambda s: [s, s[-1:], s[-1:]], (16384, 48, 128), (4, 6, 32), "of heads"
+    ),
+    "rotated_packed_heads": Case(
+        rotated_packed_heads, rotated_packed_form, lambda s: [s, s[-1:], s[-1:], *[(s[0], 1, s[1], s[3])] * 2],
+        (4, 4096, 48, 128), (2, 6, 6, 32), "rotated", 2,
     ),
     "rotated_heads": Case(
         rotated_heads, heads_form, shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32), "rotated", 2
@@ -204,6 +221,12 @@ def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def _gradient_of(output: Tensor) -> Tensor:
+    """With the strides of the output, which may be a view. A graph copies gradients of other strides."""
+    like = {"dtype": output.dtype, "device": output.device}
+    return torch.empty_strided(output.shape, output.stride(), **like).normal_()
+
+
 def gradients(run: Callable, made: Made, grads: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(run(*made.inputs), made.leaves, grads)
 
@@ -221,7 +244,7 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
 
     torch.compiler.reset()
     made = make(name, device, tiny)
-    grads = [torch.randn_like(each) for each in made.run(*made.inputs)]
+    grads = [_gradient_of(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
     if CASES[name].joined:
         backends["apart"] = partial(inductor.compile_graph, options={"join": ()})

@@ -28,9 +28,9 @@ SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
     "face/ops face/opinfo face/overrides face/packed face/public_face heads/qk_norm tools/oracle host/torch_compat "
     "integrations/drop_in integrations/eager integrations/export integrations/models",
     "compile": "kernels/compile integrations/folding integrations/inductor integrations/paying",
-    "dynamo": "integrations/gated_classes integrations/gates_in_graphs integrations/hf_models integrations/joins "
-    "integrations/modulations integrations/recognition integrations/rotating integrations/rotations "
-    "integrations/written",
+    "dynamo": "integrations/forwards integrations/gated_classes integrations/gates_in_graphs integrations/hf_models "
+    "integrations/joins integrations/modulations integrations/packing integrations/recognition integrations/rotating "
+    "integrations/rotations integrations/written",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",

@@ -62,12 +62,14 @@ def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = indu
 
 
 def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = inductor.DEFAULT) -> Callable:
+    joins = rewriting.joins_of(join)
+
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
     def fold_and_partition(graph: GraphModule, inputs: list, **options):
-        folding.fold(graph.graph)
+        folding.fold(graph.graph, joins)
         graph.graph.lint()
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
@@ -83,8 +85,8 @@ def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = 
     def backend(graph: GraphModule, inputs: list) -> Callable:
         if stock:
             return compile(graph, inputs)
-        with routing.decompositions_replaced():
-            return rewriting.compiled(graph, lambda: compile(graph, inputs), rewriting.joins_of(join))
+        with routing.decompositions_replaced(folding.makes_any(joins)):
+            return rewriting.compiled(graph, lambda: compile(graph, inputs), joins)
 
     return backend
 

@@ -16,28 +16,24 @@ copies.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.virtualized import V
-from torch.fx import Graph, Node, map_arg
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, FORWARD, OPS, Op, Role
-from . import gathering, paying, routing
-from .routing import named_arguments
+from . import edits, forwards, gathering, packing, paying, routing
+from .edits import CAST, SIXTEEN_BITS, call_before, dtype_of, is_cast, without_offset, write_out
+from .routing import named_arguments, op_of
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
@@ -45,36 +41,36 @@ WITH_RESIDUAL = [op for op in OPS.values() if op.suffix == "_residual"]
 FOLDED = {  # per op: the op that takes a residual gradient as well, which may be the op itself
     getattr(ours, each.name).default: op for op in WITH_RESIDUAL for each in (op, op._replace(suffix=""))
 }
-CAST = torch.ops.prims.convert_element_type.default
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+JOINS = "packed", "forwards"  # what packing.py and forwards.py make
 DX_DTYPES = (*SIXTEEN_BITS, torch.float32)
 
 
 class FoldIntoNorms(CustomGraphPass):
     """Runs the pass that was installed before, then decides and folds."""
 
-    def __init__(self, before: Callable[[Graph], None] | None = None) -> None:
-        self.before = before
+    def __init__(self, before: Callable[[Graph], None] | None = None, joins: Set[str] = frozenset()) -> None:
+        self.before, self.joins = before, joins
 
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        fold(graph)
+        fold(graph, self.joins)
 
     def uuid(self) -> Any | None:
-        own = get_hash_for_files((__file__, gathering.__file__, paying.__file__))
+        files = (each.__file__ for each in (edits, forwards, gathering, packing, paying))
+        own = get_hash_for_files((__file__, *files), "".join(sorted(self.joins)))
         if self.before is None:
             return own
         before = self.before.uuid() if isinstance(self.before, CustomGraphPass) else None
         return before and (before, own)  # None, which turns caching off, if the earlier pass has no identity
 
 
-def appended_to(custom_pass):
+def appended_to(custom_pass, joins: Set[str] = frozenset()):
     """A value for Inductor's joint_custom_post_pass: the earlier value followed by our pass, which is added once."""
     if isinstance(custom_pass, (list, tuple)):  # not in torch 2.11, which takes one pass only
         is_there = any(isinstance(each, FoldIntoNorms) for each in custom_pass)
-        return custom_pass if is_there else [*custom_pass, FoldIntoNorms()]
-    return custom_pass if isinstance(custom_pass, FoldIntoNorms) else FoldIntoNorms(custom_pass)
+        return custom_pass if is_there else [*custom_pass, FoldIntoNorms(None, joins)]
+    return custom_pass if isinstance(custom_pass, FoldIntoNorms) else FoldIntoNorms(custom_pass, joins)
 
 
 class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be traced again
@@ -85,24 +81,43 @@ class LeftToInductor(Exception):  # noqa: N818  no error: the graph is to be tra
         self.marks = marks
 
 
-def fold(graph: Graph) -> int:
+def makes_any(joins: Set[str]) -> bool:
+    """Whether forwards have to be ops until the graph is known."""
+    return not joins.isdisjoint(JOINS)
+
+
+def fold(graph: Graph, joins: Set[str] = frozenset()) -> int:
     """Fold around every norm backward that stays ours, in place. Returns the number of ops that changed. Raises
-    LeftToInductor."""
-    unpaid, by_hand = _joined_in_vain(graph), _norms_by_hand(graph)
+    LeftToInductor. joins: what else is made one op, of those in JOINS."""
+    by_hand = _norms_by_hand(graph)
     if gathering.IS_WRONG:
-        gathering.add_up(graph, _call_before)
+        gathering.add_up(graph, call_before)
+    packed = packing.join(graph) if "packed" in joins else []
+    if packed:
+        _tidy(graph)
+    decisions = forwards.settle(graph, "forwards" in joins) if makes_any(joins) else []
+    changed = len(packed) + sum(not each.why for each in decisions)
+    unpaid = _joined_in_vain(graph)
     folded = [_fold_around(node) for node in list(graph.nodes) if node.target in FOLDED]
-    if any(folded):
-        stable_topological_sort(graph)  # a residual, now an input of the op, may have been computed after it
-        graph.eliminate_dead_code()
-    if left := unpaid | by_hand - _norms_by_hand(graph):
+    changed += sum(folded)
+    if changed:
+        _tidy(graph)
+    left = unpaid | by_hand - _norms_by_hand(graph).union(*packed)
+    for each in decisions:
+        each.note(left)
+    if left:
         raise LeftToInductor(left)
-    return sum(folded)
+    return changed
+
+
+def _tidy(graph: Graph) -> None:
+    stable_topological_sort(graph)  # an input of an op may have been computed after it
+    graph.eliminate_dead_code()
 
 
 def _norms_by_hand(graph: Graph) -> set[str]:
-    """The marks of those that our ops run."""
-    marks = {routing.mark_of(node.meta) for node in graph.nodes if _op_of(node)}
+    """The marks of those that our ops run, but for forwards on which forwards.py decides."""
+    marks = {routing.mark_of(node.meta) for node in graph.nodes if op_of(node) and not forwards.concerns(node)}
     return {mark for mark in marks if mark and not routing.is_joined(mark)}
 
 
@@ -110,15 +125,15 @@ def _joined_in_vain(graph: Graph) -> set[str]:
     """The marks of norms that do not pay as one op with what surrounds them. Notes why."""
     unpaid = set()
     for node in graph.nodes:
-        op, mark = _op_of(node), routing.mark_of(node.meta)
+        op, mark = op_of(node), routing.mark_of(node.meta)
         if op and op.direction == FORWARD and routing.is_joined(mark):
             forward = _call(node, op)
-            calls = [forward, *(_call(each, _op_of(each)) for each in _backwards_of(node, op))]
+            calls = [forward, *(_call(each, op_of(each)) for each in _backwards_of(node, op))]
             if why := paying.why_apart(calls, op.suffix):
                 unpaid.add(mark)
                 for each in calls:
                     x = forward.reads["x"].meta["val"]
-                    routing.note(_op_of(each.node), x, False, why, node.meta, routing.form_of_join(op))
+                    routing.note(op_of(each.node), x, False, why, node.meta, routing.form_of_join(op))
     return unpaid
 
 
@@ -127,13 +142,8 @@ def _backwards_of(forward: Node, op: Op) -> list[Node]:
     same number."""
     at = [each.name for each in op.outputs].index("rstd")
     statistics = [each for each in forward.users if each.args[1] == at]
-    readers = paying.reached(statistics, lambda each: () if _op_of(each) else each.users)
-    return [each for each in readers if (read := _op_of(each)) and read.direction == BACKWARD]
-
-
-def _op_of(node: Node) -> Op | None:
-    is_ours = getattr(node.target, "namespace", None) == ours.name
-    return OPS.get(node.target._schema.name.partition("::")[2]) if is_ours else None
+    readers = paying.reached(statistics, lambda each: () if op_of(each) else each.users)
+    return [each for each in readers if (read := op_of(each)) and read.direction == BACKWARD]
 
 
 def _call(node: Node, op: Op) -> paying.Call:
@@ -158,8 +168,8 @@ def _fold_around(node: Node) -> bool:
     if len(outputs) < len(getitems):
         return False  # two getitems of one output: unexpected, because Inductor's own passes merge them
     residual = arguments["residual_grad"]
-    tail = _follow(outputs, residual) if 0 in outputs else Tail(None, _dtype(arguments["x"]), residual)
-    weight, offset = _without_offset(arguments["weight"])
+    tail = _follow(outputs, residual) if 0 in outputs else Tail(None, dtype_of(arguments["x"]), residual)
+    weight, offset = without_offset(arguments["weight"])
     arguments |= {"weight": weight, "weight_offset": arguments["weight_offset"] + offset}
     widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
     folds = widened or offset or tail.node is not outputs.get(0)
@@ -170,12 +180,12 @@ def _fold_around(node: Node) -> bool:
     args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
     named = {slot.name: arguments[slot.name] for slot in op.arguments if slot.role is Role.FORM}
     named = {name: value for name, value in named.items() if value != defaults[name]} | {"dx_dtype": tail.dtype}
-    new = _call_before(node, getattr(ours, op.name).default, args, named)
+    new = call_before(node, getattr(ours, op.name).default, args, named)
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
         if index and parameters[index - 1] in widened:
             replaced = list(output.users)  # casts of the gradient back to the parameter's dtype
-        value = _call_before(node, operator.getitem, (new, index))
+        value = call_before(node, operator.getitem, (new, index))
         for old in replaced:
             old.replace_all_uses_with(value)
     return True
@@ -190,39 +200,8 @@ def _is_left_to_inductor(node: Node, op: Op, arguments: dict[str, Any], dx: Node
     form = routing.form_of(op, arguments)
     routing.note(op, x.meta["val"], not why, why or routing.REASONS[BACKWARD], node.meta, form)
     if why:
-        _write_out(node)
+        write_out(node)
     return bool(why)
-
-
-def _write_out(node: Node) -> None:
-    """Replace a backward op by the graph that Inductor has without us."""
-    nodes: list[Node] = []
-    map_arg((node.args, node.kwargs), lambda each: nodes.append(each) or each)
-    function = routing.written_out(node.target)
-
-    def written(*values):
-        given = dict(zip(nodes, values, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        outputs = function(*named_arguments(node.target, args, kwargs).values())
-        wanted = zip(outputs, node.meta["val"], strict=True)
-        return tuple(None if like is None else got.to(like.dtype) for got, like in wanted)
-
-    nodes = list(dict.fromkeys(nodes))
-    values = [each.meta["val"] for each in nodes]
-    with detect_fake_mode(values) or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
-        traced = make_fx(written, select_decomp_table())(*values)
-    graph, places = node.graph, traced.graph.find_nodes(op="placeholder")
-    before = set(graph.nodes)
-    with graph.inserting_before(node):
-        results = graph.graph_copy(traced.graph, dict(zip(places, nodes, strict=True)))
-    for each in set(graph.nodes) - before:
-        each.meta = {**node.meta, **each.meta}
-        each.meta.pop("eager_input_vals", None)
-    for getitem in list(node.users):
-        if getitem.users:
-            getitem.replace_all_uses_with(results[getitem.args[1]])
-        graph.erase_node(getitem)
-    graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -238,13 +217,13 @@ def _follow(outputs: dict[int, Node], residual: Node | None) -> Tail:
     """Follow dx through casts and at most one addition, while each is the only use of the value before it. residual is
     what the op adds already."""
     dx = outputs[0]
-    tail = Tail(dx, _dtype(dx), residual)
+    tail = Tail(dx, dtype_of(dx), residual)
     others = [output for index, output in outputs.items() if index]
     after_other_outputs = {*paying.reached(others, lambda node: node.users)}
     while len(tail.node.users) == 1:
         (user,) = tail.node.users
-        dtype, narrowed = _dtype(user), tail.dtype in SIXTEEN_BITS and tail.dtype != _dtype(dx)
-        if dtype not in (*DX_DTYPES, _dtype(dx)) or (narrowed and dtype != tail.dtype):
+        dtype, narrowed = dtype_of(user), tail.dtype in SIXTEEN_BITS and tail.dtype != dtype_of(dx)
+        if dtype not in (*DX_DTYPES, dtype_of(dx)) or (narrowed and dtype != tail.dtype):
             break  # dtypes that the op cannot write; or dx was narrowed on purpose and then widened again
         residual = _other_summand(user, tail.node)
         if user.target is CAST:
@@ -262,25 +241,16 @@ def _other_summand(user: Node, dx: Node) -> Node | None:
         return None
     a, b = user.args
     other = b if a is dx else a
-    if not isinstance(other, Node) or other is dx or _dtype(other) not in FLOAT_DTYPES:
+    if not isinstance(other, Node) or other is dx or dtype_of(other) not in FLOAT_DTYPES:
         return None
     shapes = other.meta["val"].shape, dx.meta["val"].shape
     same = len(shapes[0]) == len(shapes[1]) and all(statically_known_true(m == n) for m, n in zip(*shapes, strict=True))
     return other if same else None
 
 
-def _without_offset(weight: Any) -> tuple[Any, float]:
-    """The tensor and the number of which the weight is the sum."""
-    if isinstance(weight, Node) and weight.target is aten.add.Tensor and not weight.kwargs:
-        tensor, number = weight.args
-        if isinstance(number, (int, float)) and _dtype(tensor) == _dtype(weight):
-            return tensor, float(number)
-    return weight, 0.0
-
-
 def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:
     """The named arguments that are float32 copies of 16-bit tensors."""
-    return [name for name in names if _is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
+    return [name for name in names if is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
 
 
 def _widened_parameters(arguments: dict[str, Any], parameters: list[str], outputs: dict[int, Node]) -> list[str]:
@@ -290,26 +260,9 @@ def _widened_parameters(arguments: dict[str, Any], parameters: list[str], output
     for index, name in enumerate(parameters, start=1):
         uses = outputs[index].users if index in outputs else ()
         if name in _widened(arguments, [name]):
-            dtype = _dtype(arguments[name].args[0])
-            if all(_is_cast(use, (torch.float32,), dtype) for use in uses):
+            dtype = dtype_of(arguments[name].args[0])
+            if all(is_cast(use, (torch.float32,), dtype) for use in uses):
                 found.append(name)
     return found
 
 
-def _is_cast(node: Any, source: tuple[torch.dtype, ...], target: torch.dtype) -> bool:
-    return isinstance(node, Node) and node.target is CAST and _dtype(node.args[0]) in source and _dtype(node) == target
-
-
-def _call_before(place: Node, function: Callable, args: tuple, kwargs: dict[str, Any] | None = None) -> Node:
-    kwargs = kwargs or {}
-    with place.graph.inserting_before(place):
-        node = place.graph.call_function(function, args, kwargs)
-    values = map_arg(args, lambda argument: argument.meta["val"])
-    # Inductor passes a traced op its inputs with the strides of eager mode. It takes these from eager_input_vals.
-    traced = {"val": function(*values, **kwargs), "eager_input_vals": (values, kwargs)}
-    node.meta = {**place.meta, **traced}
-    return node
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    return getattr(node.meta.get("val"), "dtype", None)

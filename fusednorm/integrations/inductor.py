@@ -4,8 +4,8 @@
 
 - makes ops of norms that the model has written by hand (rewriting.py);
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
-- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, after the user's
-  own passes (folding.py);
+- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, and decides on
+  forwards, after the user's own passes (folding.py);
 - adds a tag to the keys of all compile caches. The keys do not cover decompositions: without the tag, a process with
   this package could load a graph that was compiled without it, and the reverse.
 
@@ -51,13 +51,15 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
     In backward graphs, nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm and norms written by hand, all of CUDA
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
-    with Inductor, which fuses them with their neighbours, except for very wide rows.
+    with Inductor, which fuses them with their neighbours, but for very wide rows and those that are joined.
 
-    join says what becomes one op with its norm, in both directions: "all", a name or some, or () for nothing.
+    join says what becomes one op with its norm: "all", a name or some, or () for nothing.
 
     - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
     - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
+    - "packed": norms of q and k that are parts of one tensor beside v, with the gradient of that tensor.
+    - "forwards": a forward with a sum x + residual before it or without, where Inductor would fuse nothing else.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.
@@ -120,8 +122,8 @@ def _routed(compile_fx: Callable[..., Any], asked: Callable[[], Set[str]]) -> Ca
         inner_compile = _compiling(joins)(inner_compile)
         with (
             _tagged(joins),
-            routing.decompositions_replaced(),
-            config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass)),
+            routing.decompositions_replaced(folding.makes_any(joins)),
+            config.patch(joint_custom_post_pass=folding.appended_to(config.joint_custom_post_pass, joins)),
         ):
             return rewriting.compiled(
                 model_, lambda: compile_fx(model_, example_inputs_, inner_compile, *args, **kwargs), joins

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..planner import limits
+from . import routing
 
 aten = torch.ops.aten
 
@@ -28,6 +29,9 @@ COPIES = {  # element-wise to Inductor, without torch's tag
     *(getattr(aten, name).default for name in ("cat", "clone", "constant_pad_nd", "slice_scatter", "select_scatter")),
 }
 SUMS = {aten.sum.dim_IntList, aten.mean.dim}
+REDUCTION = getattr(torch.Tag, "reduction", None)  # the tag that they have in newer releases
+REDUCTIONS = SUMS | {aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.var_mean.correction}
+LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}  # Inductor fuses them with what reads them
 
 
 def why_inductor(
@@ -76,6 +80,61 @@ def _why(moved: dict[str, float], saved: float) -> str | None:
     names = " and ".join(name for name, tensors in moved.items() if tensors)
     moved = f"our op would move {more:g} tensors of x's size more there, and {saved:g} less itself"
     return f"fused with element-wise code at {names}: {moved}"
+
+
+def why_inductor_forward(
+    op: Node, inputs: dict[str, Node], outputs: dict[str, Node], is_norm: Callable[[Node], bool]
+) -> str | None:
+    """Why Inductor's code is to run a forward, `op`; None if our op pays: where what it reads is in memory, and what
+    uses its results has to read them from there. Else a tensor more would move, which is more than the op saves.
+
+    inputs, outputs     the row tensors that it reads and writes, by name
+    is_norm             whether a node is a forward of a norm, which Inductor would fuse, too
+    """
+    cut = [
+        name
+        for name, each in inputs.items()
+        if is_computed(source := _behind_views(each))
+        and not _is_before(source, [other for other in inputs.values() if other is not each])
+    ]
+    tangents = [node for node in op.graph.find_nodes(op="placeholder") if "tangents" in node.name]
+    later = {*reached([op, *tangents], lambda node: node.users)}
+    ys = [user for user in op.users if user.args[1] == 0]  # of which y may be a cast
+    for name, each in outputs.items():
+        users = {*_users_behind_views(each)}
+        users |= {norm for user in users if _is_for_norms(user) for norm in user.users}
+        fused = (user for user in users - {op} if not _is_for_norms(user) and (is_computed(user) or is_norm(user)))
+        if any(later.isdisjoint(_kernels_before(user) - {each, *ys}) for user in fused):
+            cut.append(name)
+    return f"fused with element-wise code at {' and '.join(cut)}" if cut else None
+
+
+def _is_for_norms(node: Node) -> bool:
+    """Whether it is a cast that the norms which read it include."""
+    is_cast = node.target is torch.ops.prims.convert_element_type.default
+    return is_cast and all(map(routing.op_of, node.users))
+
+
+def is_computed_with(node: Node) -> bool:
+    """Whether Inductor fuses a use of the node with how it is made."""
+    return any(is_computed(user) for user in _users_behind_views(node))
+
+
+def is_computed(node: Node) -> bool:
+    """Whether Inductor fuses it with what is element-wise."""
+    node = _behind_views(node)
+    is_reduction = REDUCTION in getattr(node.target, "tags", ()) or node.target in REDUCTIONS
+    return is_fusible(node) or is_reduction or node.target in LOOKUPS
+
+
+def _kernels_before(node: Node) -> set[Node]:
+    """What is not element-wise among that from which it is made."""
+    before = reached(node.all_input_nodes, lambda each: each.all_input_nodes if _is_on_the_way(each) else ())
+    return {each for each in before if not _is_on_the_way(each)}
+
+
+def _is_on_the_way(node: Node) -> bool:
+    return node.target in VIEWS or is_fusible(node)
 
 
 def _moved_for(

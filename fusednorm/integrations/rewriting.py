@@ -5,7 +5,7 @@ what surrounds it (joining.py). The forward of any other norm becomes Inductor's
 is one op, too, and stays ours where it pays. Where it does not, the norm is traced again as the model wrote it.
 
 Norms without a rotation are taken if x is contiguous: an op returns contiguous rows, which others than the written ones
-may not be.
+may not be. If packing.py looks at them, y alone has to be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch.fx import Graph, GraphModule, Node
 
 from ..namespace import TORCH_OPS
-from . import gates, joining, modulations, rotations, routing
+from . import folding, gates, joining, modulations, rotations, routing
 from .folding import LeftToInductor
 from .joining import Joined
 from .paying import reached
@@ -28,7 +28,7 @@ from .routing import JOINED, MARK
 from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
 FINDERS = {"modulated": modulations.find, "gated": gates.find}
-JOINS = "rotary", *FINDERS  # what becomes one op together with a norm, by the names that a user gives
+JOINS = "rotary", *FINDERS, *folding.JOINS  # what becomes one op together with a norm, by the names that a user gives
 Result = TypeVar("Result")
 
 
@@ -63,6 +63,7 @@ def compiled(model: Any, compile: Callable[[], Result], joins: Set[str]) -> Resu
 def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphModule, Graph]:
     """Replace the norms in the graphs of a model, but for those whose marks are in `left`. Returns the graphs that were
     there before."""
+    packed = "y" if "packed" in joins else "x"  # what has to be contiguous
     before: dict[GraphModule, Graph] = {}
     marks, join_marks = (map(f"{name}{{}}".format, itertools.count()) for name in (MARK, JOINED))
     for each in model.modules() if hasattr(model, "modules") else ():
@@ -81,7 +82,7 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
             joined |= {of.norm.y for _, of in calls}
             marked = [
                 (mark, norm) for norm, mark in zip(found, marks, strict=False)
-                if mark not in left and norm.y not in joined and value_of(norm.x).is_contiguous()
+                if mark not in left and norm.y not in joined and value_of(getattr(norm, packed)).is_contiguous()
             ]  # fmt: skip
             if marked or joined:
                 before[each] = _copied(each.graph)

@@ -38,10 +38,12 @@ aten, ours = torch.ops.aten, TORCH_OPS
 DEVICE_TYPES = ("cuda",)
 TORCH = str(Path(torch.__file__).parent)
 
-# Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code. Inductor reads a row
+# Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code, unless forwards.py
+# decides on them. Inductor reads a row
 # for its statistics and again to normalize it. In narrow rows the second read is cheap, and fusion with the neighbours
 # saves more than our kernel would (bench/NOTES.md, "Evidence behind constants").
 WIDE_ROW = 40960  # columns
+NARROW = f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
 
 
 class Entry(NamedTuple):
@@ -127,8 +129,13 @@ def is_joined(mark: str | None) -> bool:
 
 def mark_of(meta: dict[str, Any]) -> str | None:
     """The mark of the op that rewriting.py made, of its node or of one of its backward."""
+    return next(iter(marks_of(meta)), None)
+
+
+def marks_of(meta: dict[str, Any]) -> list[str]:
+    """The marks of the norms that a node computes."""
     stack = meta.get("source_fn_stack") or meta.get("fwd_source_fn_stack") or ()
-    return next((name for name, _ in stack if name.startswith((MARK, JOINED))), None)
+    return [name for name, _ in stack if name.startswith((MARK, JOINED))]
 
 
 def place_of(meta: dict[str, Any]) -> str:
@@ -168,8 +175,21 @@ def why_inductor(op: Op, arguments: dict[str, Any]) -> str | None:
     if any(not isinstance(size, SymInt) and size == 0 for size in x.shape):
         return "x has no elements"
     if op.direction == FORWARD and (isinstance(cols, SymInt) or cols < WIDE_ROW):  # a symbol: a width that varies
-        return f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
+        return NARROW
     return _no_kernel(op, cols, x)
+
+
+def waits(op: Op, arguments: dict[str, Any]) -> bool:
+    """Whether the graph has to be known to decide on a forward."""
+    cols, suffixes = math.prod(arguments["normalized_shape"]), ("", "_affine", "_of_sum")
+    is_plain = op.direction == FORWARD and op.suffix in suffixes and isinstance(cols, int)
+    return is_plain and why_inductor(op, arguments) == NARROW and not _no_kernel(op, cols, arguments["x"])
+
+
+def op_of(node: Node) -> Op | None:
+    """The op of ours, of the table of norms, that a node calls."""
+    is_ours = getattr(node.target, "namespace", None) == ours.name
+    return OPS.get(node.target._schema.name.partition("::")[2]) if is_ours else None
 
 
 def _no_kernel(op: Op, cols: int | SymInt, x: torch.Tensor) -> str | None:
@@ -200,13 +220,16 @@ class Decomposition:
             return self.decompose(named_arguments(self.ours, args, kwargs))
         return self.before(*args, **kwargs) if self.before else NotImplemented
 
+    def waits(self, arguments: dict[str, Any]) -> bool:
+        return _forwards_wait.get() and waits(self.op, arguments)
+
     def note(self, x: torch.Tensor, taken: bool, reason: str, form: str = "") -> None:
         note(self.op, x, taken, reason, get_current_meta(), form)
 
 
 class OfAten(Decomposition):
     def decompose(self, arguments: dict[str, Any]):
-        why = why_inductor(self.op, arguments)
+        why = None if self.waits(arguments) else why_inductor(self.op, arguments)
         if why:
             self.note(arguments["x"], False, why)
         return (self.stock if why else self.ours)(*arguments.values())
@@ -217,7 +240,7 @@ class OfOurs(Decomposition):
     was joined stays, too, and is noted already."""
 
     def decompose(self, arguments: dict[str, Any]):
-        if is_joined(mark_of(get_current_meta())):
+        if is_joined(mark_of(get_current_meta())) or self.waits(arguments):
             return NotImplemented
         x, why = arguments["x"], why_inductor(self.op, arguments)
         if why and self.op.direction == FORWARD and x.device.type in DEVICE_TYPES:
@@ -262,6 +285,7 @@ def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 _lock = threading.RLock()
 _tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)
+_forwards_wait: ContextVar[bool] = ContextVar("fusednorm_forwards_wait", default=False)
 
 
 def is_tracing() -> bool:
@@ -270,14 +294,16 @@ def is_tracing() -> bool:
 
 
 @contextlib.contextmanager
-def decompositions_replaced() -> Iterator[None]:
-    """Put our decompositions into Inductor's table, for tracing in this thread. Other threads that enter wait."""
+def decompositions_replaced(forwards_wait: bool = False) -> Iterator[None]:
+    """Put our decompositions into Inductor's table, for tracing in this thread. Other threads that enter wait.
+    forwards_wait: forwards stay ops, so that forwards.py decides on them."""
     with _lock, _changed_table(_replacements(decomposition.decompositions)):
-        token = _tracing.set(True)
+        tokens = [(each, each.set(value)) for each, value in ((_tracing, True), (_forwards_wait, forwards_wait))]
         try:
             yield
         finally:
-            _tracing.reset(token)
+            for each, token in tokens:
+                each.reset(token)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
 from . import routing
-from .folding import SIXTEEN_BITS
+from .edits import SIXTEEN_BITS
 from .paying import reached
 
 NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze",

@@ -33,7 +33,7 @@ def without_code_generation(monkeypatch, cpu_as_cuda):
 
 def test_a_case_is_compiled_in_both_ways(without_code_generation):
     records = graphs.measure("packed_heads", "cpu", rounds=0, tiny=True)
-    assert [each["way"] for each in records] == ["stock", "ours", "forms"]
+    assert [each["way"] for each in records] == ["stock", "ours", "apart", "forms"]
     assert not any(each["is_worse"] for each in records)
     assert 'File "bench/graphs.py", line' in records[1]["norms"][-1], "a place within the clone"
 

@@ -397,7 +397,23 @@ def gated_before(x, gate, weight):
     return [weight * groups.view(h.shape).to(x.dtype)]
 
 
+def norm_of_sum(x, residual, weight, of_linear):
+    h = residual + x @ of_linear
+    return F.rms_norm(h, h.shape[-1:], 1 + weight, 1e-6) @ of_linear, h
+
+
+def packed_heads(x, of_linear, of_q, of_k):
+    """As timm's attention has it."""
+    q, k, v = (x @ of_linear).view(*x.shape[:2], 3, 8, 64).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = (F.rms_norm(each, (64,), weight, 1e-6) for each, weight in ((q, of_q), (k, of_k)))
+    return [F.scaled_dot_product_attention(q, k, v)]
+
+
 JOINED = [
+    (norm_of_sum, [*[(2, 300, 2048)] * 2, (2048,), (2048, 2048)], "forwards",
+     ("rms_norm_fwd_of_sum", "rms_norm_bwd_residual")),
+    (packed_heads, [(2, 300, 256), (256, 3 * 512), (64,), (64,)], "packed",
+     ("head_norm_fwd", "head_norm_bwd_packed")),
     (block, [*[(2, 300, 1536)] * 2, *[(2, 1536)] * 3], "modulated",
      ("layer_norm_fwd_of_gated_sum_modulated", "layer_norm_bwd_modulated")),
     (gated, [*[(2, 300, 128)] * 2, (128,)], "gated", ("rms_norm_fwd_times_gate", "rms_norm_bwd_times_gate")),

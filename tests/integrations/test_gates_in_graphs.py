@@ -163,7 +163,7 @@ def test_one_names_what_is_joined(join, gated, modulated):
 @pytest.mark.parametrize("join", ["gates", ["gated", 1], None, True])
 def test_other_names_are_refused(join):
     with pytest.raises(ValueError, match=re.escape(
-        f"join must be 'all' or names among 'rotary', 'modulated', 'gated', got {join!r}"
+        f"join must be 'all' or names among 'rotary', 'modulated', 'gated', 'packed', 'forwards', got {join!r}"
     )):  # fmt: skip
         fusednorm.enable_inductor(join=join)
 

@@ -1,0 +1,100 @@
+"""Edits of a joint graph of AOTAutograd, whose nodes have fake tensors as meta["val"]."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Node, map_arg
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..operands import FORWARD
+from . import routing
+from .routing import named_arguments
+
+aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def write_out(node: Node) -> None:
+    """Replace an op of ours by the graph that Inductor has without us."""
+    nodes: list[Node] = []
+    map_arg((node.args, node.kwargs), lambda each: nodes.append(each) or each)
+    function = routing.written_out(node.target)
+    as_traced = _packed_as if routing.op_of(node).direction == FORWARD else lambda got, _: got
+
+    def written(*values):
+        given = dict(zip(nodes, values, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        outputs = function(*named_arguments(node.target, args, kwargs).values())
+        wanted = zip(outputs, node.meta["val"], strict=True)
+        return tuple(None if like is None else as_traced(got.to(like.dtype), like) for got, like in wanted)
+
+    nodes = list(dict.fromkeys(nodes))
+    values = [each.meta["val"] for each in nodes]
+    with detect_fake_mode(values) or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        traced = make_fx(written, select_decomp_table())(*values)
+    graph, places = node.graph, traced.graph.find_nodes(op="placeholder")
+    before = set(graph.nodes)
+    with graph.inserting_before(node):
+        results = graph.graph_copy(traced.graph, dict(zip(places, nodes, strict=True)))
+    for each in set(graph.nodes) - before:
+        each.meta = {**node.meta, **each.meta}
+        each.meta.pop("eager_input_vals", None)
+    for getitem in list(node.users):
+        if getitem.users:
+            getitem.replace_all_uses_with(results[getitem.args[1]])
+        graph.erase_node(getitem)
+    graph.erase_node(node)
+
+
+def _packed_as(got: Tensor, like: Tensor) -> Tensor:
+    """In the order of dims that the graph behind a forward was traced with."""
+    return got.contiguous() if like.is_contiguous() else got
+
+
+def without_offset(weight: Any) -> tuple[Any, float]:
+    """The tensor and the number of which the weight is the sum."""
+    if isinstance(weight, Node) and weight.target is aten.add.Tensor and not weight.kwargs:
+        tensor, number = weight.args
+        if isinstance(number, (int, float)) and dtype_of(tensor) == dtype_of(weight):
+            return tensor, float(number)
+    return weight, 0.0
+
+
+def is_cast(node: Any, source: tuple[torch.dtype, ...], target: torch.dtype) -> bool:
+    is_of_source = isinstance(node, Node) and node.target is CAST and dtype_of(node.args[0]) in source
+    return is_of_source and dtype_of(node) == target
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    return named_arguments(node.target, node.args, node.kwargs)
+
+
+def call_before(
+    place: Node,
+    function: Callable,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+    meta: dict[str, Any] | None = None,
+) -> Node:
+    """A new node, with meta, or else with that of the place."""
+    kwargs = kwargs or {}
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(function, args, kwargs)
+    values, named = map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    # Inductor passes a traced op its inputs with the strides of eager mode. It takes these from eager_input_vals.
+    traced = {"val": function(*values, **named), "eager_input_vals": (values, named)}
+    node.meta = {**(meta or place.meta), **traced}
+    return node
+
+
+def dtype_of(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
