@@ -1,11 +1,11 @@
-"""What this shows: one line, `fusednorm.enable_inductor()`, makes the backward graph of a compiled model that does not
-use this package call our kernels. Prints which norms became ours, tokens/s and memory, and draws loss curves.
+"""What this shows: one line, `fusednorm.enable_inductor()`, makes the graphs of a compiled model that does not use
+this package call our kernels. Prints which norms became ours, tokens/s and memory, and draws loss curves.
 
     python -m examples.compile_unmodified --model gpt2
 
-The forward stays with Inductor, which fuses norms with their neighbours. The report lists the norms that this process
-traced; a second run takes its graphs from the compile cache and lists none. On a CPU every norm stays with Inductor,
-which then compiles C++: that needs a compiler and half a minute.
+Forwards stay with Inductor where it fuses norms with their neighbours, and in rows of at most 1024 columns. The report
+lists the norms that this process traced; a second run takes its graphs from the compile cache and lists none. On a CPU
+every norm stays with Inductor, which then compiles C++: that needs a compiler and half a minute.
 """
 
 from __future__ import annotations

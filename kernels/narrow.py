@@ -186,8 +186,8 @@ def forward(
     x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, share, sizes, x_strides, table_strides,
     eps: "fp64", cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y of the CTA's row tiles, of its only one with tile.one_tile, contiguous. x is loaded first: a CTA waits for what
-    it loads once."""
+    """Stores y, contiguous, of the CTA's row tiles, of which there is one with tile.one_tile. x is loaded first: a CTA
+    waits for what it loads once."""
     part = part_of_grid(ctas, share, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     y_ptr = pick(y_ptrs, part, 0, tile)
@@ -243,8 +243,8 @@ def backward(
     dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, eps: "fp64",
     cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr, copy_tile: tl.constexpr = None,
 ):  # fmt: skip
-    """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile of what it reads is
-    always under way. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
+    """dx of the CTA's row tiles, and its row of its tensor's partials of dw and db. The next tile is loaded once
+    this one is turned. With a copy_tile, the CTA copies its share of rows while it waits for the first."""
     part = part_of_grid(ctas, None, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)
     dy_ptr = pick(dy_ptrs, part, 0, tile)

@@ -1,4 +1,5 @@
-"""A pass over Inductor's joint graph that folds casts and additions around a norm's backward into the op.
+"""A pass over Inductor's joint graph that folds casts and additions around a norm's backward into the op. Before that
+it joins norms of packed q and k (packing.py), decides on forwards (forwards.py), and looks which joins pay (paying.py).
 
 Inductor cannot fuse into an op that it does not know. A cast before the op or an addition after it is then a kernel of
 its own that reads and writes whole tensors. layer_norm_bwd_residual and rms_norm_bwd_residual include this work:

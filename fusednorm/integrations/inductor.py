@@ -2,10 +2,10 @@
 
 `enable_inductor()` wraps Inductor's entry point. For the duration of a compilation, and in its thread only, the wrapper
 
-- makes ops of norms that the model has written by hand (rewriting.py);
+- makes ops of norms that the model has written by hand, and of norms with what surrounds them (rewriting.py);
 - replaces the decompositions of the norms, which AOTAutograd applies as it traces forward and backward (routing.py);
-- adds the pass over the joint graph that folds casts and residual gradients into the backward ops, and decides on
-  forwards, after the user's own passes (folding.py);
+- adds the pass over the joint graph, after the user's own passes, that folds casts and residual gradients into the
+  backward ops, joins norms of packed q and k, and decides on forwards and on joins (folding.py);
 - adds a tag to the keys of all compile caches. The keys do not cover decompositions: without the tag, a process with
   this package could load a graph that was compiled without it, and the reverse.
 
@@ -59,7 +59,8 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
     - "packed": norms of q and k that are parts of one tensor beside v, with the gradient of that tensor.
-    - "forwards": a forward with a sum x + residual before it or without, where Inductor would fuse nothing else.
+    - "forwards": the forward of rows of more than 1024 columns, with a sum x + residual before the norm if there is
+      one, where Inductor would fuse nothing else with it.
 
     fusednorm.integrations.inductor.report() lists the decision for each norm, with its form, its place in the model and
     the reason.

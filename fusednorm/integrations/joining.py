@@ -1,7 +1,8 @@
 """Makes one op of a norm in Dynamo's graph and of what surrounds it (modulations.py, gates.py).
 
 A norm is joined if the op takes the tensors, has kernels in both directions, and can stand before all that uses its
-results. Its forward stays ours, too.
+results. Its forward is ours, too, unless the op does not pay: folding.py finds that out, and the norm is traced again
+without it.
 """
 
 from __future__ import annotations

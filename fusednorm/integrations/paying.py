@@ -1,9 +1,10 @@
-"""Which norms of a joint graph pay as ops of ours, and which stay with Inductor: backwards, and forwards and backwards
-of norms that are one op with what surrounds them.
+"""Which norms of a joint graph pay as ops of ours, and which stay with Inductor: backwards, forwards, and both together
+where a norm is one op with what surrounds it.
 
-Inductor fuses a norm with its element-wise neighbours. An op is a barrier: a gradient that an element-wise
-kernel makes must be written and read again, and so must a dx that one uses. The rule compares this traffic with that
-which our kernel saves. Both are counted in tensors of x's size in bytes, so neither depends on the number of rows.
+Inductor fuses a norm with its element-wise neighbours. An op is a barrier: a gradient that an element-wise kernel makes
+must be written and read again, and so must a dx that one uses. For backwards and joins the rule compares this traffic
+with that which our kernel saves. Both are counted in tensors of x's size in bytes, so neither depends on the number of
+rows. A forward alone saves less than one such tensor: it pays where none would move.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py).
+"""Makes ops of the norms in Dynamo's graph that a model has written by hand (written.py), and of norms with what
+surrounds them.
 
-A norm with a rotation behind it becomes an op together with its partner (rotations.py), a modulated or gated one with
-what surrounds it (joining.py). The forward of any other norm becomes Inductor's code again (routing.py). Its backward
-is one op, too, and stays ours where it pays. Where it does not, the norm is traced again as the model wrote it.
+A norm with a rotation behind or before it becomes an op together with its partner (rotations.py), a modulated or gated
+one with what surrounds it (joining.py). The forward of any other norm becomes Inductor's code again where it does not
+pay (routing.py, forwards.py). Its backward is one op, too, and stays ours where it pays. Where a backward or a join
+does not pay, the norm is traced again as the model wrote it.
 
-Norms without a rotation are taken if x is contiguous: an op returns contiguous rows, which others than the written ones
-may not be. If packing.py looks at them, y alone has to be.
+Other norms by hand are taken if x is contiguous: an op returns contiguous rows, and the model's code might not. Where
+packing.py looks at them, only y has to be contiguous.
 """
 
 from __future__ import annotations

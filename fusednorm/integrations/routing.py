@@ -1,7 +1,8 @@
 """Decides which norms of a traced graph run this package's ops and which Inductor's code, and reports the decisions.
 
-The decisions are made in decompositions, which see fake tensors whose sizes may be symbols. They depend on dtype,
-device and row length, never on the number of rows, so that one graph serves any number.
+Decompositions decide by what they see: fake tensors, whose sizes may be symbols. What depends on a norm's neighbours is
+decided when the graph is known (folding.py, forwards.py). Decisions depend on dtype, device and row length, never on
+the number of rows, so that one graph serves any number.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ DEVICE_TYPES = ("cuda",)
 TORCH = str(Path(torch.__file__).parent)
 
 # Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code, unless forwards.py
-# decides on them. Inductor reads a row
-# for its statistics and again to normalize it. In narrow rows the second read is cheap, and fusion with the neighbours
-# saves more than our kernel would (bench/NOTES.md, "Evidence behind constants").
+# decides on them. Inductor reads a row for its statistics and again to normalize it. In narrow rows the second read is
+# cheap, and fusion with the neighbours saves more than our kernel would (bench/NOTES.md, "Evidence behind constants").
 WIDE_ROW = 40960  # columns
 NARROW = f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
 
@@ -201,7 +201,7 @@ def _no_kernel(op: Op, cols: int | SymInt, x: torch.Tensor) -> str | None:
 
 
 # The decompositions. OfAten calls our op, which the tracer then decomposes by OfOurs. Both decide alike; OfAten notes a
-# decision against our op, OfOurs one for it.
+# decision against our op, OfOurs one for it, or against a forward that the user's code calls. What waits is left.
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
 
 
 def written_out(backward: Any) -> Callable[..., tuple]:
-    """What Inductor runs in place of a backward op of ours: of the op's arguments, in the schema's order."""
+    """What Inductor runs in place of an op of ours: of the op's arguments, in the schema's order."""
     op = OPS[backward._schema.name.partition("::")[2]]
     if not op.aten:
         return as_op(op.name, reference.formula)
