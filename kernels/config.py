@@ -277,6 +277,7 @@ class RingTile(Tile):
     reads_once: bool = False  # pipelined.backward holds what dx takes of a tile; else it reads the tile again
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
+    by_threads: bool = False  # each thread copies its own elements, a chunk to a copy; else TMA copies tiles
     # The rest is for warp_specialized.py.
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes
@@ -325,6 +326,7 @@ class ColumnTile(CompileTime):
     group: int = 0  # tensors whose tiles are read together, and then refilled together
     vector: int = 0  # adjacent columns of a thread
     cluster: ClassVar[int] = 1  # CTAs that share a tile
+    by_threads: ClassVar[bool] = False  # TMA fills its ring
 
     @property
     def stages(self) -> tl.constexpr:

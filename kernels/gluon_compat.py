@@ -2,10 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # The new name first: in 3.9 the old one still exists, but raises.
 copy_to_shared = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_elements = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # reinterpret(memory, dtype, shape, layout): the same shared memory with another dtype, shape or layout.
 _memory = gl.shared_memory_descriptor

@@ -1,4 +1,5 @@
-"""The pipelined TMA schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves.
+"""The pipelined schedule: a ring of row tiles in shared memory, refilled by the computing warps themselves, by TMA or,
+where a GPU has none, by asynchronous copies of each thread (tile.by_threads).
 
 CTA p of P (or cluster p of P, whose CTAs share the columns of a row) owns the row tiles p, p + P, p + 2P, ..., counted
 from the last tile. It keeps the parameters, the modulations that its rows share and, in the backward, the column sums
@@ -38,12 +39,16 @@ from .ring import Position
 
 
 @gluon.jit
-def open_rings(descs, tail_descs, share, tile: gl.constexpr):
-    """The rings, with the copies of the CTA's first num_stages tiles under way."""
+def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
+    """The rings, with the copies of the CTA's first num_stages tiles under way. Where threads copy, descs has pointers
+    and `strides` the elements between their rows."""
     copies = ()
     for t in gl.static_range(len(descs)):
-        copies = copies + (row_tile.copy_descriptors(descs[t], tail_descs[t], tile),)
-    rings = ring.open_rings(copies, tile)
+        of_tensor = descs[t]
+        if tile.by_threads:
+            of_tensor = of_group(of_tensor, cols, tile)
+        copies = copies + (row_tile.copy_descriptors(of_tensor, tail_descs[t], tile),)
+    rings = ring.open_rings(copies, tile, strides, cols)
     for s in gl.static_range(tile.stages):
         nth = (share.cta + s * share.ctas) * tile.rows
         fill_stage(rings, s, row_tile.row_of_tile(nth, share.last, tile), share.first, tile)
@@ -62,6 +67,7 @@ def forward(
     x_desc, x_tail_desc, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows, cols, eps: "fp64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, shared=None, strides_shared=None, sample_rows=None,
+    strides=None,
 ):
     """y of the CTA's row tiles, and mean and rstd unless their pointers are None. A tile is read once from its stage
     and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored.
@@ -88,7 +94,7 @@ def forward(
         descs = descs + (desc_1,)
     if desc_2 is not None:
         descs = descs + (desc_2,)
-    rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), share, tile)
+    rings = open_rings(descs, (x_tail_desc, tail_desc_1, tail_desc_2), strides, cols, share, tile)
     # Placed after the start of the copies, because a store to shared memory waits for the loads.
     inside: gl.constexpr = norm.inside
     weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
@@ -96,10 +102,11 @@ def forward(
     bias = row_tile.hold_parameter(bias, inside.has_bias, tile.weight_in_smem, tile)
     held = row_tile.hold_shared(of_sample, tile)
     exchange = join_cluster(exchange, tile)
+    dtype: gl.constexpr = rings.slots[0][0].dtype
     at = Position(0, 0)
     for _ in range(first, share.last - share.first, step):
-        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, x_desc.dtype), tile)
-        ring.wait_for_tile(rings, at)
+        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, dtype), tile)
+        ring.wait_for_tile(rings, at, tile)
         tiles = ()
         for t in gl.static_range(len(descs)):
             tiles = tiles + (row_tile.read_tile(rings.slots[t], at.stage, False, tile),)
@@ -159,6 +166,7 @@ def backward(
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
     gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
+    strides=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
     row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. With
@@ -182,7 +190,7 @@ def backward(
         descs = descs + (desc_1,)
     if desc_2 is not None:
         descs = descs + (desc_2,)
-    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), share, tile)
+    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), strides, cols, share, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
@@ -193,10 +201,11 @@ def backward(
     bias = row_tile.hold_parameter(bias, inside.has_bias, tile.weight_in_smem, tile)
     held = row_tile.hold_shared(of_sample, tile)
     first_weight = row_tile.first_of_weight(weight_ptr, cols, rings.slots[1][0].dtype, inside, tile)
+    dtype: gl.constexpr = rings.slots[0][0].dtype
     stride = stride_of_gradients(cols, width, tile)
     if width is not None:
-        stride = row_tile.aligned(width, x_desc.dtype)
-        x_at, gate_at = row_tile.aligned(x_at, x_desc.dtype), row_tile.aligned(gate_at, x_desc.dtype)
+        stride = row_tile.aligned(width, dtype)
+        x_at, gate_at = row_tile.aligned(x_at, dtype), row_tile.aligned(gate_at, dtype)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
     sums = partial_sums.zeros(inside, tile)
     exchange = join_cluster(exchange, tile)
@@ -205,8 +214,8 @@ def backward(
         statistics = row_tile.by_row(next_statistics)
         if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
-        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, x_desc.dtype), tile)
-        ring.wait_for_tile(rings, at)
+        more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, dtype), tile)
+        ring.wait_for_tile(rings, at, tile)
         tiles, dy = read_tiles(rings, at.stage, False, tile)
         others = row_tile.load_added(added, row, cols, tile)
         if tile.reads_once:

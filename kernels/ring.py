@@ -1,9 +1,10 @@
-"""Rings in shared memory, through which TMA brings a kernel's tiles: num_stages stages, filled and emptied in turn.
+"""Rings in shared memory, through which a kernel's tiles come: num_stages stages, filled and emptied in turn.
 
-A tile arrives in one or several copies. Each of them has an allocation of its own, so that the compiler sees no hazard
+TMA copies the tiles or, with tile.by_threads, the threads do (cp.async): each copies the elements that it will read. A
+tile arrives in one or several copies. Each of them has an allocation of its own, so that the compiler sees no hazard
 between them.
 
-Hazards of a stage, in every kernel with a ring:
+Hazards of a stage, in every kernel with a ring that TMA fills:
 - Read after write: a copy writes through the asynchronous proxy. Every warp waits for the stage's mbarrier before it
   reads the stage, and the wait makes the copy's bytes visible.
 - Write after read: a stage may be refilled when every warp has read it (an execution barrier) and a proxy fence
@@ -12,6 +13,12 @@ Hazards of a stage, in every kernel with a ring:
   it inserts neither, so warp_specialized.release_stage has a fence, and an mbarrier in place of the barrier.
 - Parity: a wait knows a phase by one bit. A warp that is a whole phase late would miss the phase that it waits for. No
   warp can be: the next phase completes with a copy that starts only after every warp has read the stage.
+
+Where threads copy, a stage's copies are a group of each thread's, and there is one proxy:
+- Read after write: every thread waits for its group of copies, and the compiler puts a CTA barrier behind this wait, so
+  that a stage's bytes are visible to every warp.
+- Write after read: the compiler puts a CTA barrier between the reads of a stage and the copies that refill it.
+- Counting: the n-th wait is for the n-th group, if every refill is a group, even one without a copy.
 
 Names that differ between Triton's releases come from gluon_compat.py.
 """
@@ -22,7 +29,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .gluon_compat import barrier_layout, barrier_shape, copy_to_shared
+from .gluon_compat import async_copy, barrier_layout, barrier_shape, copy_elements, copy_to_shared
+from .row_tile import aligned, elements, has_no_outside, row_major
 
 # Follows the initialization of mbarriers, which is a write of the generic proxy, and shows it to the copies, which
 # complete on the mbarriers through the asynchronous proxy.
@@ -36,9 +44,11 @@ class Rings(NamedTuple):
     """The rings of a kernel's tensors. Each field has a tuple for each tensor, with an element for each copy of a
     tile."""
 
-    descs: tuple  # TMA descriptors
-    slots: tuple  # shared memory, [num_stages] + the descriptor's block
-    full: tuple  # num_stages mbarriers: a phase completes when the copy has arrived
+    descs: tuple  # TMA descriptors; where threads copy, pointers
+    slots: tuple  # shared memory, [num_stages] + the descriptor's block, or one chunk
+    full: tuple  # num_stages mbarriers: a phase completes when the copy has arrived; none where threads copy
+    strides: tuple  # elements between rows, of each tensor where threads copy
+    cols: gl.tensor
 
 
 class Position(NamedTuple):
@@ -60,12 +70,21 @@ def next_position(at, tile: gl.constexpr, first: gl.constexpr = 0, step: gl.cons
 
 
 @gluon.jit
+def allocate_chunks(dtype: gl.constexpr, tile: gl.constexpr):
+    return gl.allocate_shared_memory(dtype, [tile.num_stages, tile.rows, 1, tile.chunk], row_major(tile, 3, 1))
+
+
+@gluon.jit
 def allocate_slots(descs, tile: gl.constexpr):
-    """The slots of one tensor's ring: for each copy of a tile, num_stages blocks of its descriptor."""
+    """The slots of one tensor's ring: for each copy of a tile, num_stages blocks of its descriptor, or chunks."""
     slots = ()
     for i in gl.static_range(len(descs)):
         of_copy = descs[i]
-        stages = gl.allocate_shared_memory(of_copy.dtype, [tile.num_stages] + of_copy.block_type.shape, of_copy.layout)
+        if tile.by_threads:
+            stages = allocate_chunks(of_copy.dtype.element_ty, tile)
+        else:
+            shape = [tile.num_stages] + of_copy.block_type.shape
+            stages = gl.allocate_shared_memory(of_copy.dtype, shape, of_copy.layout)
         slots = slots + (stages,)
     return slots
 
@@ -83,20 +102,22 @@ def allocate_barriers(tile: gl.constexpr):
 
 
 @gluon.jit
-def open_rings(descs, tile: gl.constexpr):
-    """A ring for each tensor; descs has, for each tensor, the descriptors of its copies.
+def open_rings(descs, tile: gl.constexpr, strides=(), cols=0):
+    """A ring for each tensor; descs has, for each tensor, the descriptors of its copies, or as many pointers.
 
     Each copy has mbarriers of its own: between copies that share one, the compiler would put a CTA barrier."""
     slots = ()
     full = ()
     for t in gl.static_range(len(descs)):
         slots = slots + (allocate_slots(descs[t], tile),)
-        barriers = ()
-        for _ in gl.static_range(len(descs[t])):
-            barriers = barriers + (allocate_barriers(tile),)
-        full = full + (barriers,)
-    fence_barriers()  # shows the initialized mbarriers to the copies
-    return Rings(descs, slots, full)
+        if not tile.by_threads:
+            barriers = ()
+            for _ in gl.static_range(len(descs[t])):
+                barriers = barriers + (allocate_barriers(tile),)
+            full = full + (barriers,)
+    if not tile.by_threads:
+        fence_barriers()  # shows the initialized mbarriers to the copies
+    return Rings(descs, slots, full, strides, cols)
 
 
 @gluon.jit
@@ -120,7 +141,8 @@ def copy_bytes(desc, tile):
 @gluon.jit
 def fill_stage(rings, stage, corners, pred, tile: gl.constexpr):
     """Start the copies of a tile of every ring into `stage`, if `pred`. Otherwise the mbarriers' phase does not
-    complete, and nobody may wait for it. corners has, for each copy, the coordinates of its block in the tensor.
+    complete, and nobody may wait for it. corners has, for each copy, the coordinates of its block in the tensor, or
+    its row.
 
     All mbarriers expect their bytes before the first copy starts; otherwise the compiler would put a CTA barrier
     between every two copies. Before the copies of a refill start, every warp must have waited for the stage's last tile
@@ -129,6 +151,13 @@ def fill_stage(rings, stage, corners, pred, tile: gl.constexpr):
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(corners)):
             expect(rings.full[t][i].index(stage), copy_bytes(rings.descs[t][i], tile), pred=pred)
+    if tile.by_threads:
+        if pred:  # a branch: copies of zeros would be under way when the row loop has ended
+            for t in gl.static_range(len(rings.slots)):
+                for i in gl.static_range(len(corners)):
+                    slot = rings.slots[t][i].index(stage)
+                    copy_chunk(rings.descs[t][i], corners[i], rings.strides[t], rings.cols, slot, i, tile)
+        async_copy.commit_group()
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(corners)):
             start_copy(rings.descs[t][i], corners[i], rings.full[t][i], rings.slots[t][i], stage, pred)
@@ -142,7 +171,21 @@ def start_copy(desc, corner, full, slots, stage, pred):
 
 
 @gluon.jit
-def wait_for_tile(rings, at):
+def copy_chunk(ptr, row, stride, cols, slot, c: gl.constexpr, tile: gl.constexpr):
+    """Start each thread's copies of its elements of chunk c of the tile at `row`, zeros for those outside the tensor.
+    """
+    dtype: gl.constexpr = ptr.dtype.element_ty
+    source, inside = elements(row, aligned(stride, dtype), aligned(cols, dtype), c, tile)
+    if has_no_outside(tile):
+        copy_elements(slot, ptr + source)
+    else:
+        copy_elements(slot, ptr + source, mask=inside)
+
+
+@gluon.jit
+def wait_for_tile(rings, at, tile: gl.constexpr):
+    if tile.by_threads:
+        async_copy.wait_group(tile.num_stages - 1)  # of the groups, the later stages' may be under way
     # Every warp waits for every copy itself, so that the copies' bytes are visible to its reads.
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(rings.full[t])):

@@ -66,7 +66,7 @@ def per_row(values):
 
 @gluon.jit
 def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
-    """The descriptor of each copy of a tile. A descriptor for copies of one chunk, such as the tail's, describes the
+    """The descriptor of each copy of a tile, or its ring.Rows where threads copy. A descriptor for copies of one chunk, such as the tail's, describes the
     tensor as [rows, cols / box, box]; one for copies of several chunks, as [chunks, rows, chunk / box, box]. chunk
     counts the columns of all CTAs of a cluster here. With groups of columns, these are a dimension behind the rows."""
     descs = (desc,)
@@ -80,13 +80,16 @@ def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
 
 @gluon.jit
 def copy_corners(row, tile: gl.constexpr):
-    """The coordinates at which each copy of the tile at `row` begins, in the dimensions of its descriptor."""
+    """The coordinates at which each copy of the tile at `row` begins, in the dimensions of its descriptor; `row` where
+    threads copy."""
     corners = ()
     rows = (row,)
     if tile.groups > 1:
         rows = (row, gl.program_id(2))
     for i in gl.static_range(tile.copies):
-        if tile.chunks_of(i) > 1:
+        if tile.by_threads:
+            corners = corners + (row,)
+        elif tile.chunks_of(i) > 1:
             corners = corners + ((tile.first_chunk(i),) + rows + (0, 0),)
         else:
             corners = corners + (rows + (tile.first_chunk(i) * (tile.cluster * tile.chunk // tile.box), 0),)

@@ -13,7 +13,14 @@ from ..kernels.config import RingTile
 from ..planner import budget
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
+from ..planner.plan import (
+    AsyncCopyPlan,
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    WarpSpecializedPlan,
+)
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from ..settings import invariance
@@ -163,12 +170,14 @@ FORWARD = {
     MultiWavePlan: _multiwave_forward,
     ColumnTilePlan: _column_tile_forward,
     PipelinedPlan: _pipelined_forward,
+    AsyncCopyPlan: _pipelined_forward,
     WarpSpecializedPlan: _warp_specialized_forward,
 }
 BACKWARD = {
     MultiWavePlan: _multiwave_backward,
     ColumnTilePlan: _column_tile_backward,
     PipelinedPlan: _pipelined_backward,
+    AsyncCopyPlan: _pipelined_backward,
     ColumnRingPlan: _column_ring_backward,
     WarpSpecializedPlan: _warp_specialized_backward,
 }
@@ -196,14 +205,19 @@ def _of_samples(call: Call, sums: tuple[SampleSum, ...] = ()) -> tuple[list[int 
 
 def _ring_maps(
     plan: PipelinedPlan, call: Call, own: int, tile: RingTile
-) -> tuple[list[Map | None], dict[str, Operand]]:
+) -> tuple[list[Map | Address | None], dict[str, Operand]]:
     """The maps of the call's first `own` row tensors and of their tails, and the arguments by which those of the form
-    come, if they come through the ring."""
+    come, if they come through the ring. Where threads copy, tensors are in place of maps, with the strides of their
+    rows as an argument."""
     of_form = [each.value for each in call.added if isinstance(each.value, RowView) and not each.is_of_samples]
     views = [*call.rows_read[:own], *(of_form if plan.rows_in_ring else ())]
-    maps = row_maps(views, call.problem.cols, tile)
-    rows, tails = maps[: len(views)], maps[len(views) :]
     named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if len(views) > own else {}
+    if plan.by_threads:
+        maps = [view.tensor for view in views] + [None] * len(views)
+        named["strides"] = tuple([view.outer_stride for view in views])
+    else:
+        maps = row_maps(views, call.problem.cols, tile)
+    rows, tails = maps[: len(views)], maps[len(views) :]
     named |= {f"desc_{at}": each for at, each in enumerate(rows[own:], 1)}
     named |= {f"tail_desc_{at}": each for at, each in enumerate(tails[own:], 1)}
     return rows[:own] + tails[:own], named

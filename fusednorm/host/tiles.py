@@ -105,6 +105,7 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         prefetches_statistics=rules["prefetches_statistics"],
         reads_once=rules["reads_once"],
         in_pairs=rules["widens_in_pairs"],
+        by_threads=plan.by_threads,
         **more,
     )
 

@@ -33,13 +33,16 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
         narrow = p.x_dtype.itemsize == 8 or all(each.itemsize <= 4 for each in p.rows_in + p.shared)
         narrow |= not p.form.modulate
         yield Rule("wide_modulation", narrow, "computes in float64 for float64 rows only, not for modulations")
-    if variant in ("multi_wave", "pipelined"):
+    if variant == "async_copy":
+        yield Rule("async_copy", device.arch >= OLDEST_ARCH, f"needs compute capability 8.0, {gpu}")
+        yield Rule("rows_out", p.writes_rows, "has no kernel for dw and db alone")
+    if variant in ("multi_wave", "async_copy", "pipelined"):
         # On an H100 the kernels' steps were not rounded as tensor code's: some sums differed by a last bit.
         steps = 'does not round where rounding="steps" does: ATen\'s kernels do'
         yield Rule("steps", not p.form.rounds_steps, steps)
         scattered = "sums over rows that are next to each other, and a modulation is of others"
         yield Rule("scattered", not p.scattered, scattered)
-    if variant == "pipelined":
+    if variant in ("async_copy", "pipelined"):
         by_row = p.form.modulate and not {"scale", "shift", "gate"}.isdisjoint(p.names_in)
         yield Rule("modulations_by_row", not by_row, "reads no row of a modulation for each row of x")
         sums = p.writes_rows or not (p.rows_in or p.form.groups > 1)
@@ -53,9 +56,11 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
         yield Rule("packed", not p.packed, "writes no gradients of x and a gate as columns of one tensor")
     if variant in ("pipelined", "warp_specialized"):
         yield Rule("tma", device.arch >= OLDEST_TMA_ARCH, f"needs compute capability 9.0 for TMA, {gpu}")
+    if variant in ("async_copy", "pipelined", "warp_specialized"):
         narrow = all(dtype is None or dtype.itemsize <= 4 for dtype in (p.x_dtype, p.grad_dtype, *p.rows_in, *p.shared))
         yield Rule("float64", narrow, "computes in float32, and x, the gradient or a residual is float64")
-        aligned = "base pointers, rows and row strides in multiples of 16 bytes for TMA, and not all tensors have them"
+        by = "for copies by 16 bytes" if variant == "async_copy" else "for TMA"
+        aligned = f"base pointers, rows and row strides in multiples of 16 bytes {by}, and not all tensors have them"
         yield Rule("alignment", p.tma_aligned, f"needs {aligned}")
         nested = "needs rows at one stride, and some tensor has them at two nested ones"
         yield Rule("nested_rows", not p.nested_rows, nested)

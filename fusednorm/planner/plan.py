@@ -28,7 +28,7 @@ class Plan:
     kernel: ClassVar[str]
     cluster = 1  # CTAs that share a row
     num_groups = 1  # compute groups of a CTA, which sum dw and db each for itself
-    short_lived = cached = rows_in_ring = False
+    short_lived = cached = rows_in_ring = by_threads = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,15 @@ class PipelinedPlan(RingPlan):
 
 
 @dataclass(frozen=True)
+class AsyncCopyPlan(PipelinedPlan):
+    """A ring that each computing thread fills with the elements that it will read, by asynchronous copies (cp.async),
+    which GPUs without TMA have. Each chunk is a copy."""
+
+    variant = "async_copy"
+    by_threads = True
+
+
+@dataclass(frozen=True)
 class WarpSpecializedPlan(RingPlan):
     """A ring that a producer warp fills, without cluster and tail. num_groups compute groups of num_warps warps empty
     it.
@@ -161,8 +170,9 @@ class ReferencePlan(Plan):
     reason: str
 
 
-TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, WarpSpecializedPlan  # of this package's kernels
-VARIANTS = ("multi_wave", "pipelined", "warp_specialized", "reference")
+# Of this package's kernels.
+TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, AsyncCopyPlan, WarpSpecializedPlan
+VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized", "reference")
 BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
 
 
@@ -180,7 +190,7 @@ def from_text(text: str) -> Plan:
     numbers = [int(value) for value in values.split(",")]
     for kind in TYPES:
         lacking = len(fields(kind)) - len(numbers)
-        if kind.__name__ == f"{name}Plan" and 0 <= lacking <= (kind is PipelinedPlan):  # rows_in_ring is the last one
+        if kind.__name__ == f"{name}Plan" and 0 <= lacking <= issubclass(kind, PipelinedPlan):  # rows_in_ring is the last one
             pairs = zip(fields(kind), (*numbers, 0), strict=False)
             return kind(**{field.name: bool(number) if field.type == "bool" else number for field, number in pairs})
     raise ValueError(f"{text} is no plan")
