@@ -272,7 +272,7 @@ def backward_by_column_tiles(
             dh = input_gradient(g, h, statistics.mean, statistics.rstd, mean_gx, mean_g, norm)
             start = (row * stride_of_gradients(cols, width, tile))[:, None]
             others = load_added(added, start + left, in_range[:, None], here, tile)
-            dh = plus(dh, others, 0, False, norm)
+            dh = plus(dh, chunk_of(others, 0), False, norm)
             grads = norm.form.gradients(dh, dy, x_hat, w, widen(bias[0], dtype=norm.acc), tiles, norm)
             for t in tl.static_range(len(outs)):
                 store_chunk(outs[t] + left, start, grads[norm.gradient(t)], in_range[:, None], here, 0, tile)

@@ -141,10 +141,10 @@ def chunk_of(tiles, c: tl.constexpr):
 
 
 @triton.jit
-def plus(dh, tiles, c: tl.constexpr, in_pairs: tl.constexpr, norm: tl.constexpr):
-    """dh of chunk c with the gradients of h that come by other ways, such as a residual connection: `tiles`."""
-    for t in tl.static_range(len(tiles)):
-        dh += widen(tiles[t][c], in_pairs, norm.acc)
+def plus(dh, chunks, in_pairs: tl.constexpr, norm: tl.constexpr):
+    """dh of a chunk with the gradients of h that come by other ways, such as a residual connection: `chunks`."""
+    for t in tl.static_range(len(chunks)):
+        dh += widen(chunks[t], in_pairs, norm.acc)
     return dh
 
 

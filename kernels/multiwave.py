@@ -419,7 +419,7 @@ def backward(
             wide_dy = dy[c].to(norm.acc)
             w = widen(weight[c], dtype=norm.acc)
             g = inside.form.upstream(inside.form.to_du(wide_dy, of_chunk, inside), w, inside)
-            dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), others, c, False, norm)
+            dh = plus(input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm), chunk_of(others, c), False, norm)
             b = widen(bias[c], dtype=norm.acc)
             grads = inside.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, inside)
             for t in tl.static_range(len(outs)):

@@ -35,7 +35,8 @@ def stores_early(norm, tile):
     """True if pipelined.backward stores the partials before it computes the last tile's dx, and not after its row loop.
     This takes registers, like prefetched statistics. It also requires that the stores need no shared memory, because
     the ring still uses it, and that the sums are complete, which those of modulations are not."""
-    return tile.prefetches_statistics and not is_of_several_warps(tile) and not norm.summed
+    has_room = tile.prefetches_statistics and not tile.by_threads
+    return has_room and not is_of_several_warps(tile) and not norm.summed
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
-from .loads import Statistics, combine, of_groups, plus
+from .loads import Statistics, chunk_of, combine, of_groups, plus
 from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_row, store_chunk, tile_layout
 from .rowmath import (
     corrected_moments,
@@ -217,30 +217,52 @@ def store_y(
 
 
 @gluon.jit
+def no_sums(tile: gl.constexpr):
+    """Zeros to start a tile's row sums from: each thread has its own, by column of a chunk."""
+    zeros = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
+    return zeros, zeros
+
+
+@gluon.jit
+def sum_chunk(of_chunk, dy, statistics, weight, by_column, dw, db, norm: gl.constexpr, tile: gl.constexpr):
+    """First pass of the backward over a chunk: its row sums by column, of g * x_hat and of g, and its sums of dw and
+    db, each with the chunk's share added."""
+    sum_gx, sum_g = by_column
+    h = widen(combine(of_chunk, None, norm), tile.in_pairs)
+    x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
+    du = norm.form.to_du(widen(dy, tile.in_pairs), of_chunk, norm)
+    g = norm.form.upstream(du, parameter_row(weight, norm.has_weight, tile), norm)
+    sum_gx += g * x_hat
+    sum_g += g
+    return (sum_gx, sum_g), dw + norm.form.to_dw(du, x_hat, norm), db + norm.form.to_db(du, norm)
+
+
+@gluon.jit
+def sums_of_rows(by_column, norm: gl.constexpr):
+    """The CTA's row sums [rows, cluster] of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only.
+    `sum_over_cluster` must follow where CTAs share a row."""
+    if norm.layer:
+        # One reduction of pairs has half the CTA barriers of two reductions.
+        row_sums = gl.reduce(by_column, 2, add_pairs)
+    else:
+        row_sums = (gl.sum(by_column[0], axis=2),)
+    return row_sums
+
+
+@gluon.jit
 def sum_tile(tiles, held, dy, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
-    """First pass of the backward: the sums of dw and db with the tile's share added, and the CTA's row sums [rows,
-    cluster] of g * x_hat and of g, as a tuple. RMSNorm's tuple has the first only. `sum_over_cluster` must follow where
-    CTAs share a row."""
-    sum_gx = gl.full([tile.rows, tile.cluster, tile.chunk], 0.0, gl.float32, tile_layout(tile))
-    sum_g = sum_gx
+    """First pass of the backward over a tile: the sums of dw and db with the tile's share added, and `sums_of_rows`."""
+    by_column = no_sums(tile)
     dw = ()
     db = ()
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_with_shared(tiles, held, c, tile)
-        h = widen(combine(of_chunk, None, norm), tile.in_pairs)
-        x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
-        du = norm.form.to_du(widen(dy[c], tile.in_pairs), of_chunk, norm)
-        g = norm.form.upstream(du, parameter_row(weight[c], norm.has_weight, tile), norm)
-        sum_gx += g * x_hat
-        sum_g += g
-        dw = dw + (sums.dw[c] + norm.form.to_dw(du, x_hat, norm),)
-        db = db + (sums.db[c] + norm.form.to_db(du, norm),)
-    if norm.layer:
-        # One reduction of pairs has half the CTA barriers of two reductions.
-        row_sums = gl.reduce((sum_gx, sum_g), 2, add_pairs)
-    else:
-        row_sums = (gl.sum(sum_gx, axis=2),)
-    return ColumnSums(dw, db, sums.more), row_sums
+        by_column, dw_of_chunk, db_of_chunk = sum_chunk(
+            of_chunk, dy[c], statistics, weight[c], by_column, sums.dw[c], sums.db[c], norm, tile
+        )
+        dw = dw + (dw_of_chunk,)
+        db = db + (db_of_chunk,)
+    return ColumnSums(dw, db, sums.more), sums_of_rows(by_column, norm)
 
 
 @gluon.jit
@@ -272,31 +294,53 @@ def store_gradients(
     tiles `others` are added to the gradient of the row that was normalized. Rows of `outs` are `stride` elements apart.
     first_dy and first_weight are one element of each row, for `snapped`. Returns the column sums with the tile's share
     of the gradients of modulations added."""
+    means = means_of_rows(row_sums, first_dy, first_weight, cols, dy[0].dtype, norm)
+    more = ()
+    for c in gl.static_range(tile.chunks):
+        of_chunk = chunk_with_shared(tiles, held, c, tile)
+        more = more + store_gradients_of_chunk(
+            outs, stride, of_chunk, dy[c], statistics, means, weight[c], bias[c], chunk_of(others, c), sums.more, row,
+            cols, c, norm, tile,
+        )  # fmt: skip
+    return ColumnSums(sums.dw, sums.db, more)
+
+
+@gluon.jit
+def means_of_rows(row_sums, first_dy, first_weight, cols, dtype: gl.constexpr, norm: gl.constexpr):
+    """mean(g * x_hat) and mean(g) of each row, [rows, cluster, 1]; dtype is that of dy."""
     mean_gx = gl.expand_dims(row_sums[0], 2) / cols
     mean_g = mean_gx
     if norm.layer:
         mean_g = quotient(gl.expand_dims(row_sums[1], 2), cols)
-        if snaps(norm, dy[0].dtype):
+        if snaps(norm, dtype):
             mean_g = snapped(mean_g, norm.form.upstream(first_dy, first_weight, norm))
+    return mean_gx, mean_g
+
+
+@gluon.jit
+def store_gradients_of_chunk(
+    outs, stride, of_chunk, dy, statistics, means, weight, bias, others, more, row, cols, c: gl.constexpr,
+    norm: gl.constexpr, tile: gl.constexpr,
+):  # fmt: skip
+    """`store_gradients` of chunk c. Returns its sums of the gradients of modulations."""
     mean = statistics.mean
     rstd = statistics.rstd
-    more = ()
-    for c in gl.static_range(tile.chunks):
-        of_chunk = chunk_with_shared(tiles, held, c, tile)
-        wide_dy = widen(dy[c], tile.in_pairs)
-        w = parameter_row(weight[c], norm.has_weight, tile)
-        g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
-        h = widen(combine(of_chunk, None, norm), tile.in_pairs)
-        if tile.reads_once:
-            dh = gradient_beside_x_hat(g, normalize(h, mean, rstd, norm), rstd, mean_gx, mean_g, norm)
-        else:
-            dh = input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm)
-        dh = plus(dh, others, c, tile.in_pairs, norm)
-        b = parameter_row(bias[c], norm.has_bias, tile)
-        grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
-        for t in gl.static_range(len(outs)):
-            if not (tile.reads_once and norm.is_early(t)):
-                store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
-        for s in gl.static_range(norm.sums):
-            more = more + (sums.more[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
-    return ColumnSums(sums.dw, sums.db, more)
+    mean_gx, mean_g = means
+    wide_dy = widen(dy, tile.in_pairs)
+    w = parameter_row(weight, norm.has_weight, tile)
+    g = norm.form.upstream(norm.form.to_du(wide_dy, of_chunk, norm), w, norm)
+    h = widen(combine(of_chunk, None, norm), tile.in_pairs)
+    if tile.reads_once:
+        dh = gradient_beside_x_hat(g, normalize(h, mean, rstd, norm), rstd, mean_gx, mean_g, norm)
+    else:
+        dh = input_gradient(g, h, mean, rstd, mean_gx, mean_g, norm)
+    dh = plus(dh, others, tile.in_pairs, norm)
+    b = parameter_row(bias, norm.has_bias, tile)
+    grads = norm.form.gradients(dh, wide_dy, normalize(h, mean, rstd, norm), w, b, of_chunk, norm)
+    for t in gl.static_range(len(outs)):
+        if not (tile.reads_once and norm.is_early(t)):
+            store_chunk(outs[t], grads[norm.gradient(t)], row, stride, cols, c, "", tile)
+    sums = ()
+    for s in gl.static_range(norm.sums):
+        sums = sums + (more[c * norm.sums + s] + grads[norm.gradient_of_sum(s)],)
+    return sums

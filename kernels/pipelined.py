@@ -34,7 +34,7 @@ from .loads import (
     unfolded,
 )
 from .passes import ColumnSums
-from .ptx import launch_dependents
+from .ptx import launch_dependents, opaque
 from .ring import Position
 
 
@@ -120,6 +120,7 @@ def forward(
         passes.store_y(y_ptr, rows_out, tiles, held, x, statistics, weight, bias, row, cols, inside, tile)
         row -= step
         at = ring.next_position(at, tile)
+    ring.wait_for_all(tile)
     leave_cluster(tile)
 
 
@@ -131,6 +132,54 @@ def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
     for t in gl.static_range(2, len(rings.slots)):
         tiles = tiles + (row_tile.read_tile(rings.slots[t], stage, reload, tile),)
     return tiles, dy
+
+
+@gluon.jit
+def read_chunks(rings, stage, reload: gl.constexpr, c: gl.constexpr, tile: gl.constexpr):
+    """Chunk c of each tile of `read_tiles`."""
+    chunks = (row_tile.read_chunk(rings.slots[0], stage, c, reload, tile),)
+    dy = row_tile.read_chunk(rings.slots[1], stage, c, reload, tile)
+    for t in gl.static_range(2, len(rings.slots)):
+        chunks = chunks + (row_tile.read_chunk(rings.slots[t], stage, c, reload, tile),)
+    return chunks, dy
+
+
+@gluon.jit
+def sum_by_chunks(rings, stage, held, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
+    """passes.sum_tile where threads copy: each chunk is waited for by itself, and no other one is in registers."""
+    by_column = passes.no_sums(tile)
+    dw = ()
+    db = ()
+    for c in gl.static_range(tile.chunks):
+        ring.wait_for_chunk(c, tile)
+        chunks, dy = read_chunks(rings, stage, False, c, tile)
+        of_chunk = row_tile.with_shared(chunks, held, c, tile)
+        by_column, dw_of_chunk, db_of_chunk = passes.sum_chunk(
+            of_chunk, dy, statistics, weight[c], by_column, sums.dw[c], sums.db[c], norm, tile
+        )
+        dw = dw + (dw_of_chunk,)
+        db = db + (db_of_chunk,)
+    return ColumnSums(dw, db, sums.more), passes.sums_of_rows(by_column, norm)
+
+
+@gluon.jit
+def store_by_chunks(
+    rings, stage, outs, stride, held, statistics, means, weight, bias, added, sums, row, next_row, share, cols,
+    norm: gl.constexpr, tile: gl.constexpr,
+):  # fmt: skip
+    """passes.store_gradients where threads copy: each chunk is refilled, from the tile at next_row, as soon as it is
+    read. So one stage is enough to have copies under way while the CTA computes."""
+    more = ()
+    for c in gl.static_range(tile.chunks):
+        chunks, dy = read_chunks(rings, stage, True, c, tile)
+        others = row_tile.load_added_chunks(added, row, cols, c, tile)
+        ring.fill_chunk(rings, stage, next_row, c, next_row > share.first - tile.rows, tile)
+        of_chunk = row_tile.with_shared(chunks, held, c, tile)
+        more = more + passes.store_gradients_of_chunk(
+            outs, stride, of_chunk, dy, statistics, means, weight[c], bias[c], others, sums.more, row, cols, c, norm,
+            tile,
+        )  # fmt: skip
+    return ColumnSums(sums.dw, sums.db, more)
 
 
 class Parameters(NamedTuple):
@@ -215,14 +264,18 @@ def backward(
         if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, dtype), tile)
-        ring.wait_for_tile(rings, at, tile)
-        tiles, dy = read_tiles(rings, at.stage, False, tile)
-        others = row_tile.load_added(added, row, cols, tile)
-        if tile.reads_once:
-            passes.store_early_gradients(
-                outs, stride, tiles + more, held, dy, statistics, weight, bias, row, cols, inside, tile
-            )  # fmt: skip
-        sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, inside, tile)
+        if tile.by_threads:
+            stage = opaque(at.stage)  # else the addresses of all chunks would be held
+            sums, row_sums = sum_by_chunks(rings, stage, held, statistics, weight, sums, inside, tile)
+        else:
+            ring.wait_for_tile(rings, at, tile)
+            tiles, dy = read_tiles(rings, at.stage, False, tile)
+            others = row_tile.load_added(added, row, cols, tile)
+            if tile.reads_once:
+                passes.store_early_gradients(
+                    outs, stride, tiles + more, held, dy, statistics, weight, bias, row, cols, inside, tile
+                )  # fmt: skip
+            sums, row_sums = passes.sum_tile(tiles + more, held, dy, statistics, weight, sums, inside, tile)
         if norm.wants_sums and partial_sums.stores_early(norm, tile):
             if nth + step >= share.last - share.first:  # the last tile
                 if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
@@ -232,20 +285,29 @@ def backward(
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, inside, tile)
-        # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
-        if tile.reads_once:
-            fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
-        else:  # the stage still has the tile: it is refilled below, after these reads
-            tiles, dy = read_tiles(rings, at.stage, True, tile)
-        sums = passes.store_gradients(
-            outs, stride, tiles + more, held, dy, statistics, row_sums, weight, bias, others, first_dy, first_weight,
-            sums, row, cols, inside, tile,
-        )  # fmt: skip
-        if not tile.reads_once:
-            fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
+        next_row = row - tile.num_stages * step
+        if tile.by_threads:
+            means = passes.means_of_rows(row_sums, first_dy, first_weight, cols, rings.slots[1][0].dtype, inside)
+            sums = store_by_chunks(
+                rings, stage, outs, stride, held, statistics, means, weight, bias, added, sums, row, next_row,
+                share, cols, inside, tile,
+            )  # fmt: skip
+        else:
+            # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
+            if tile.reads_once:
+                fill_stage(rings, at.stage, next_row, share.first, tile)
+            else:  # the stage still has the tile: it is refilled below, after these reads
+                tiles, dy = read_tiles(rings, at.stage, True, tile)
+            sums = passes.store_gradients(
+                outs, stride, tiles + more, held, dy, statistics, row_sums, weight, bias, others, first_dy,
+                first_weight, sums, row, cols, inside, tile,
+            )  # fmt: skip
+            if not tile.reads_once:
+                fill_stage(rings, at.stage, next_row, share.first, tile)
         row -= step
         at = ring.next_position(at, tile)
 
+    ring.wait_for_all(tile)
     # Here `store_partials_of_cta` may need shared memory. The compiler may place it in the rings' memory, whose last
     # copies have been waited for, but not in the mbarriers' memory, because the mbarriers are closed last.
     if norm.wants_sums and not partial_sums.stores_early(norm, tile):

@@ -14,11 +14,12 @@ Hazards of a stage, in every kernel with a ring that TMA fills:
 - Parity: a wait knows a phase by one bit. A warp that is a whole phase late would miss the phase that it waits for. No
   warp can be: the next phase completes with a copy that starts only after every warp has read the stage.
 
-Where threads copy, a stage's copies are a group of each thread's, and there is one proxy:
+Where threads copy, the copies of a stage's chunk are a group of each thread's, and there is one proxy:
 - Read after write: every thread waits for its group of copies, and the compiler puts a CTA barrier behind this wait, so
-  that a stage's bytes are visible to every warp.
-- Write after read: the compiler puts a CTA barrier between the reads of a stage and the copies that refill it.
-- Counting: the n-th wait is for the n-th group, if every refill is a group, even one without a copy.
+  that the bytes are visible to every warp.
+- Write after read: the compiler puts a CTA barrier between the reads of a chunk and the copies that refill it.
+- Counting: a wait counts the groups behind its own, so that each chunk of each refill is a group, even one without a
+  copy.
 
 Names that differ between Triton's releases come from gluon_compat.py.
 """
@@ -152,12 +153,8 @@ def fill_stage(rings, stage, corners, pred, tile: gl.constexpr):
         for i in gl.static_range(len(corners)):
             expect(rings.full[t][i].index(stage), copy_bytes(rings.descs[t][i], tile), pred=pred)
     if tile.by_threads:
-        if pred:  # a branch: copies of zeros would be under way when the row loop has ended
-            for t in gl.static_range(len(rings.slots)):
-                for i in gl.static_range(len(corners)):
-                    slot = rings.slots[t][i].index(stage)
-                    copy_chunk(rings.descs[t][i], corners[i], rings.strides[t], rings.cols, slot, i, tile)
-        async_copy.commit_group()
+        for i in gl.static_range(len(corners)):
+            fill_chunk(rings, stage, corners[i], i, pred, tile)
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(corners)):
             start_copy(rings.descs[t][i], corners[i], rings.full[t][i], rings.slots[t][i], stage, pred)
@@ -171,21 +168,47 @@ def start_copy(desc, corner, full, slots, stage, pred):
 
 
 @gluon.jit
-def copy_chunk(ptr, row, stride, cols, slot, c: gl.constexpr, tile: gl.constexpr):
-    """Start each thread's copies of its elements of chunk c of the tile at `row`, zeros for those outside the tensor.
-    """
+def fill_chunk(rings, stage, row, c: gl.constexpr, pred, tile: gl.constexpr):
+    """Start the threads' copies of chunk c of the tile at `row` of every ring into `stage`; of zeros if not `pred`, for
+    which nobody waits before `wait_for_all`. Every warp must have read the chunk that was there.
+
+    There is no branch here: behind one, the compiler would add up dw and db, and hold what it adds until then."""
+    for t in gl.static_range(len(rings.slots)):
+        slot = rings.slots[t][c].index(stage)
+        copy_chunk(rings.descs[t][c], row, rings.strides[t], rings.cols, slot, c, pred, tile)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def copy_chunk(ptr, row, stride, cols, slot, c: gl.constexpr, pred, tile: gl.constexpr):
+    """Start each thread's copies of its elements of chunk c of the tile at `row`, zeros for those outside the tensor,
+    and for all if not `pred`."""
     dtype: gl.constexpr = ptr.dtype.element_ty
     source, inside = elements(row, aligned(stride, dtype), aligned(cols, dtype), c, tile)
-    if has_no_outside(tile):
-        copy_elements(slot, ptr + source)
+    if has_no_outside(c, tile):
+        copy_elements(slot, ptr + source, mask=pred)
     else:
-        copy_elements(slot, ptr + source, mask=inside)
+        copy_elements(slot, ptr + source, mask=inside & pred)
+
+
+@gluon.jit
+def wait_for_chunk(c: gl.constexpr, tile: gl.constexpr):
+    """Wait for chunk c of the tile that was started first of those of all stages, where threads copy. Of the groups,
+    those of its later chunks and of the other stages may be under way."""
+    async_copy.wait_group(tile.num_stages * tile.num_chunks - 1 - c)
+
+
+@gluon.jit
+def wait_for_all(tile: gl.constexpr):
+    """Where threads copy, wait for the copies of zeros, after which nothing writes to the ring. For a CTA's end."""
+    if tile.by_threads:
+        async_copy.wait_group(0)
 
 
 @gluon.jit
 def wait_for_tile(rings, at, tile: gl.constexpr):
     if tile.by_threads:
-        async_copy.wait_group(tile.num_stages - 1)  # of the groups, the later stages' may be under way
+        wait_for_chunk(tile.num_chunks - 1, tile)
     # Every warp waits for every copy itself, so that the copies' bytes are visible to its reads.
     for t in gl.static_range(len(rings.full)):
         for i in gl.static_range(len(rings.full[t])):

@@ -214,7 +214,12 @@ def as_rows(chunks, present: gl.constexpr, tile: gl.constexpr):
 def chunk_with_shared(tiles, held, c: gl.constexpr, tile: gl.constexpr):
     """Chunk c of each row tile, and of each row that `hold_shared` keeps, [1, cluster, chunk], each in its own dtype.
     """
-    chunks = chunk_of(tiles, c)
+    return with_shared(chunk_of(tiles, c), held, c, tile)
+
+
+@gluon.jit
+def with_shared(chunks, held, c: gl.constexpr, tile: gl.constexpr):
+    """`chunk_with_shared` from chunk c of each row tile."""
     for t in gl.static_range(len(held)):
         row = held[t][c]
         if tile.weight_in_smem:
@@ -288,12 +293,19 @@ def load_tile(ptr, row, stride, cols, tile: gl.constexpr):
     memory to registers without a ring."""
     chunks = ()
     for c in gl.static_range(tile.chunks):
-        source, mask = elements(row, stride, cols, c, tile)
-        if has_no_outside(tile):
-            chunks = chunks + (gl.load(ptr + source),)
-        else:
-            chunks = chunks + (gl.load(ptr + source, mask=mask, other=0.0),)
+        chunks = chunks + (load_chunk(ptr, row, stride, cols, c, tile),)
     return chunks
+
+
+@gluon.jit
+def load_chunk(ptr, row, stride, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Chunk c of `load_tile`."""
+    source, mask = elements(row, stride, cols, c, tile)
+    if has_no_outside(c, tile):
+        chunk = gl.load(ptr + source)
+    else:
+        chunk = gl.load(ptr + source, mask=mask, other=0.0)
+    return chunk
 
 
 @gluon.jit
@@ -321,27 +333,44 @@ def load_added(added, row, cols, tile: gl.constexpr):
 
 
 @gluon.jit
+def load_added_chunks(added, row, cols, c: gl.constexpr, tile: gl.constexpr):
+    """Chunk c of each tile of `load_added`."""
+    chunks = ()
+    added = each_of_group(added, cols, tile)
+    if added is not None:
+        for t in gl.static_range(len(added)):
+            chunks = chunks + (load_chunk(added[t], row, of_groups(cols, tile), cols, c, tile),)
+    return chunks
+
+
+@gluon.jit
 def elements(row, stride, cols, c: gl.constexpr, tile: gl.constexpr):
     """Element offsets (int64) of chunk c of the tile at `row` in a [rows, cols] tensor whose rows are `stride` elements
     apart, and the mask of those inside the tensor."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(columns_of_thread(c, tile), 0)
-    return index.to(gl.int64) * stride + col, (index >= 0) & (col < cols)
+    if tile.by_threads:  # chunks differ by a constant, so that no address of a chunk is held
+        first = gl.expand_dims(columns_of_thread(0, tile), 0)
+        offset = index.to(gl.int64) * stride + first + c * tile.chunk
+    else:
+        offset = index.to(gl.int64) * stride + col
+    return offset, (index >= 0) & (col < cols)
 
 
 @gluon.constexpr_function
-def has_no_outside(tile):
-    """True if every element of every tile is inside the tensor, and loads and stores take no mask. A tile of several
-    rows may begin before row 0. Two compute groups keep their masks even where all elements are inside: without masks
-    the compiler computes addresses once and holds them, and these groups lack one register for that."""
-    return tile.whole and tile.rows == 1 and tile.num_groups == 1
+def has_no_outside(c, tile):
+    """True if every element of chunk c of every tile is inside the tensor, and loads and stores take no mask. A tile of
+    several rows may begin before row 0. Two compute groups keep their masks even where all elements are inside: without
+    masks the compiler computes addresses once and holds them, and these groups lack one register for that."""
+    whole = tile.whole or (tile.by_threads and c < tile.num_chunks - 1)
+    return whole and tile.rows == 1 and tile.num_groups == 1
 
 
 @gluon.jit
 def store_chunk(ptr, value, row, stride, cols, c: gl.constexpr, eviction_policy: gl.constexpr, tile: gl.constexpr):
     target, mask = elements(row, stride, cols, c, tile)
     rounded = value.to(ptr.dtype.element_ty)
-    if has_no_outside(tile):
+    if has_no_outside(c, tile):
         gl.store(ptr + target, rounded, eviction_policy=eviction_policy)
     else:
         gl.store(ptr + target, rounded, mask=mask, eviction_policy=eviction_policy)

@@ -85,7 +85,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     merges = problem.is_forward and may_be_float32 and plan.is_whole(problem.cols)
     sums = 1 if problem.norm == "rms" else 3 if merges else 2
     exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
-    barriers = _round_up(8 * plan.num_stages, 16)
+    barriers = 0 if plan.by_threads else _round_up(8 * plan.num_stages, 16)
     if is_pipelined:
         staged = problem.num_sums * _staged_bytes(plan, problem)
         if plan.cluster > 1 and problem.num_sums:  # dw and db change their layout, four elements per thread at once

@@ -19,7 +19,16 @@ from . import budget, limits
 from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
-from .plan import MAX_BOX_SIDE, ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan
+from .plan import (
+    MAX_BOX_SIDE,
+    AsyncCopyPlan,
+    ColumnRingPlan,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    WarpSpecializedPlan,
+)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
@@ -45,7 +54,8 @@ class Frame(NamedTuple):
 
 
 def frames(kind: str, problem: NormProblem) -> list[Frame]:
-    """Of a "ring", a "gated ring", rows in "registers", or "any" rows in registers."""
+    """Of a "ring", a "gated ring", a "copied ring" that threads fill, rows in "registers", or "any" rows in registers.
+    """
     known = problem.quantities, {"kind": kind}
     groups = [each["frames"] for each in limits.read("frames") if limits.value_of(each["for"], *known)]
     return [Frame(**frame) for group in groups for frame in group]
@@ -67,6 +77,8 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         # Any tile that registers hold reads its row once, which column tiles do not. These have no sums by sample.
         found = found or _in_registers("any", problem, device, good=False)
         found = found or [None if problem.by_sample else column_tile_plan(problem, device)]
+    elif variant == "async_copy":
+        found = list(rings("copied ring", problem, device))
     elif not are_better_in_registers(problem, device):
         found = list(rings("ring", problem, device))
         if not found and all(plan.kernel != "multi_wave" for plan in candidates("multi_wave", problem, device)):
@@ -79,7 +91,8 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
     if variant == "warp_specialized":
         return _warp_specialized(problem, device, good=False)
-    uncut = [replace(ring, weight_in_smem=False) for ring in _uncut_rings("ring", problem, device)]
+    kind = "copied ring" if variant == "async_copy" else "ring"
+    uncut = [replace(ring, weight_in_smem=False) for ring in _uncut_rings(kind, problem, device)]
     uncut += [replace(ring, num_stages=1) for ring in uncut]
     return next((plan for ring in uncut if (plan := cut(ring, problem, device, good=False))), None)
 
@@ -99,8 +112,10 @@ def _uncut_rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterato
     are deep. Those of backwards by sample are, unless CTAs share a row. A short row has no cluster unless its frame has
     no other. The weight is in shared memory if a thread has many columns, unless a forward's tile is one row; otherwise
     in registers, as wide rows that a forward holds are, and what gated rings hold."""
-    in_registers = kind != "ring" or problem.quantities["holds_wide"]
-    for frame, cluster in itertools.product(frames(kind, problem), cluster_sizes(problem, device)):
+    in_registers = kind == "gated ring" or problem.quantities["holds_wide"]
+    copied = kind == "copied ring"
+    of_kind, clusters = (AsyncCopyPlan, (1,)) if copied else (PipelinedPlan, cluster_sizes(problem, device))
+    for frame, cluster in itertools.product(frames(kind, problem), clusters):
         warps, threads = frame.num_warps, 32 * frame.num_warps * cluster
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
         if not frame.least_cluster <= cluster <= frame.most_cluster or (cluster > 1 and not wide):
@@ -114,7 +129,7 @@ def _uncut_rings(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterato
             many = columns > limits.most_columns_with_weight[problem.direction] and not one_row
             in_smem = many and not in_registers
             shape = rows, 0, 0, stages, warps, frame.ctas_per_sm, 0, in_smem, cluster
-            yield PipelinedPlan(*shape, short_lived=frame.short_lived)
+            yield of_kind(*shape, short_lived=frame.short_lived)
 
 
 def _in_registers(kind: str, problem: NormProblem, device: DeviceSpec, good: bool = True) -> list[Plan]:
@@ -168,16 +183,22 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
 
 
 def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> Plan | None:
+    """Where threads copy, each copies at least 16 bytes of a chunk of x, and rows get the least padding."""
     rows, stages, warps, cluster = ring.rows_per_tile, ring.num_stages, ring.num_warps, ring.cluster
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
     limit = budget.register_limit(32 * warps * ring.ctas_per_sm, device)
     resources = stages, warps, ring.ctas_per_sm, limit, ring.weight_in_smem, cluster
-    in_ring = bool(problem.rows_in) and stages > 1  # no tile is ahead in a ring of one stage
+    in_ring = bool(problem.rows_in) and (stages > 1 or ring.by_threads)  # no tile is ahead in a ring of one stage
+    ways = _cuts(problem.cols, problem.direction, rows, warps, cluster)
+    if ring.by_threads:
+        least = 16 // problem.x_dtype.itemsize * ring.threads_per_row
+        ways = [way for way in ways if way[3] == 1 and not way[4] and way[1] >= least]
+        ways.sort(key=lambda way: (way[1] * way[2], way[0]))
     plans = (
-        PipelinedPlan(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
-        for copies, *chunks, copy_chunks, tail in _cuts(problem.cols, problem.direction, rows, warps, cluster)
-        if copies <= limits.most_copies
+        type(ring)(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
+        for copies, *chunks, copy_chunks, tail in ways
+        if ring.by_threads or copies <= limits.most_copies
     )
     return _first_within_budget(plans, problem, device, good)
 

@@ -1,4 +1,4 @@
-"""Barriers of a CTA and of a cluster, mbarriers, and the end of a grid.
+"""Barriers of a CTA and of a cluster, mbarriers, groups of copies, and the end of a grid.
 
 A barrier joins the clocks of all who arrive (see races.py). When it opens, whoever waits gets the joined clock.
 """
@@ -113,4 +113,36 @@ class MBarrier(Barrier):
             copies = {self.agent: self.phase + 1}
             self.gathered.join(Clock(copies, copies))
             self.cta.gpu.trace.completes(self)
+            self.open()
+
+
+class CopyGroups(Barrier):
+    """The groups of a warp's copies by cp.async: `phase` counts those that have landed, with all groups before them.
+
+    agent: the agent of the copies. Its time is the number of the group, from 1 on.
+    """
+
+    def __init__(self, agent: int):
+        super().__init__()
+        self.agent, self.committed = agent, 0
+        self.pending = [0]  # copies under way, by group from the first that has not landed to the one not committed
+
+    def issue(self) -> int:
+        """One more copy under way. Returns the number of groups before its own."""
+        self.pending[-1] += 1
+        return self.committed
+
+    def commit(self, time: int) -> None:
+        self.committed += 1
+        self.pending.append(0)
+        self._advance(time)
+
+    def land(self, group: int, time: int) -> None:
+        self.pending[group - self.phase] -= 1
+        self._advance(time)
+
+    def _advance(self, time: int) -> None:
+        self.time = max(self.time, time)
+        while self.phase < self.committed and not self.pending[0]:
+            self.pending.pop(0)
             self.open()

@@ -1,4 +1,5 @@
-"""Asynchronous copies: TMA's boxes and st.async's words. A warp issues them; they land later, on an mbarrier."""
+"""Asynchronous copies. A warp issues them, and they land later: TMA's boxes and st.async's words on an mbarrier, those
+of cp.async in a group of the warp's."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arithmetic import OFFSET_BITS, RANK_SHIFT
+from .barriers import CopyGroups
 from .memory import COPY_ALIGNMENT, TensorMap
 from .races import COPY, COPY_USE, PLAIN, USE, Clock, SimulationError
 from .translate import effect
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from .gpu import Cta
 
 # In instructions, for the times in a trace only: the order of events does not depend on it.
-LATENCY = {"TMA": 700, "st.async": 100}
+LATENCY = {"TMA": 700, "st.async": 100, "cp.async": 600}
 
 
 @dataclass
@@ -47,6 +49,45 @@ class Copy:
         return False
 
 
+@dataclass
+class LaneCopies:
+    """The copies of a warp's lanes by one cp.async, under way. Bytes behind those of its source become zeros."""
+
+    kind = "cp.async"
+    cta: Cta
+    targets: np.ndarray  # by lane: bytes in shared memory
+    sources: np.ndarray  # by lane: the address, and how many bytes come from there
+    counts: np.ndarray
+    width: int  # bytes of a lane's copy
+    groups: CopyGroups
+    group: int
+    issued: int
+    priority: float
+
+    @property
+    def at(self) -> int:
+        return int(self.targets[0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * len(self.targets)
+
+    def step(self) -> bool:
+        """Lands the copies. Returns False: there is nothing left to do."""
+        cta, gpu = self.cta, self.cta.gpu
+        cta.copies_under_way -= 1
+        for at, source, count in zip(self.targets.tolist(), self.sources.tolist(), self.counts.tolist(), strict=True):
+            target = cta.memory.raw[at : at + self.width]
+            target[:] = 0
+            if count:
+                region, base = gpu.memory.find(source)
+                target[:count] = region.raw[source - base : source - base + count]
+        time = self.issued + LATENCY[self.kind]
+        gpu.trace.landed(self, time)
+        self.groups.land(self.group, time)
+        return False
+
+
 class Copies:
     """Methods of Warp, one for each kind of copy."""
 
@@ -73,6 +114,46 @@ class Copies:
                 raise SimulationError("st.async with its mbarrier in another CTA than its target")
             data = np.array([value], f"u{int(bits) // 8}").view(np.uint8)
             self._issue("st.async", cta, at, len(data), barrier, data, self.clock.copy(), site)
+
+    @effect(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)*", "[] [] u32 u32? -?")
+    def cp_async(self, lanes, site, targets, sources, widths, counts=None) -> None:
+        """The bytes count as written, and as read, at once, by an agent that nobody knows before a wait for the
+        group. There is no second proxy."""
+        width = int(widths[0])
+        counts = (widths if counts is None else counts)[lanes]
+        if width not in (4, 8, 16) or (counts > width).any():
+            raise SimulationError(f"cp.async of {width} bytes, {counts.max()} of them from memory")
+        cta, at, sources = self.cta, targets[lanes].astype(np.int64), sources[lanes].astype(np.int64)
+        cta.memory.check(at, width)
+        access = self.access(site)._replace(agent=self.groups.agent, time=self.groups.committed + 1)
+        cta.memory.shadow.write(cta.memory.shadow.lanes(at, width), access, self.clock)
+        if (read := counts > 0).any():
+            region, base = self.gpu.memory.find(int(sources[read][0]))
+            region.check(sources[read] - base, width)
+            region.shadow.read(region.shadow.lanes(sources[read] - base, width), access, self.clock)
+        cta.copies_under_way += 1
+        group, order = self.groups.issue(), self.gpu.order
+        resources = at, sources, counts, width, self.groups, group
+        copies = LaneCopies(cta, *resources, self.time, order.draw_copy())
+        self.gpu.trace.issued(copies, self)
+        self.tick()
+        order.add(copies)
+
+    @effect(r"cp\.async\.commit_group")
+    def commit_group(self, lanes, site) -> None:
+        self.needs_whole(lanes, "cp.async.commit_group")
+        self.groups.commit(self.time)
+
+    @effect(r"cp\.async\.wait_group", "u32", waits=True)
+    def wait_group(self, lanes, site, most) -> bool:
+        """Waits until `most` of the last groups, at most, are under way. The warp gets to know those before them,
+        and no other that has landed."""
+        self.needs_whole(lanes, "cp.async.wait_group")
+        last = self.groups.committed - int(most[0])
+        if not self.is_over(self.groups, self.groups.phase >= last, f"group {last} of cp.async"):
+            return False
+        self.clock.join(Clock({self.groups.agent: max(last, 0)}))
+        return True
 
     def _cta_of(self, address: int) -> tuple[Cta, int]:
         """The CTA of the cluster that the address belongs to, and the byte in that CTA's shared memory."""

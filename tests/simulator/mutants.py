@@ -27,7 +27,8 @@ from .ptx import Instruction
 from .races import Race, SimulationError
 
 SYNCHRONIZES = re.compile(
-    r"(bar\.sync|barrier|mbarrier\.(try_wait|arrive|inval)|fence|membar|red|atom|griddepcontrol)\b(?!.*\.warp)"
+    r"(bar\.sync|barrier|mbarrier\.(try_wait|arrive|inval)|cp\.async\.(commit|wait)_group|fence|membar|red|atom"
+    r"|griddepcontrol)\b(?!.*\.warp)"
 )
 PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 60, 200),

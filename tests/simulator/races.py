@@ -1,6 +1,6 @@
 """Finds races: accesses that the happens-before order of PTX's memory model leaves unordered. It uses vector clocks.
 
-An agent is a warp, the init of an mbarrier, or the copies that complete on an mbarrier. An agent's time counts steps; a
+An agent is a warp, the init of an mbarrier, the copies that complete on an mbarrier, or a warp's by cp.async. An agent's time counts steps; a
 warp begins a new step at each release. A clock says, for every agent, up to which time its holder knows the agent's
 accesses ("seen"). It also says up to which time a proxy fence has ordered them before asynchronous copies ("fenced").
 

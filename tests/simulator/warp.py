@@ -9,6 +9,7 @@ import numpy as np
 from . import instructions  # noqa: F401  the import registers the instructions
 from .accesses import Accesses
 from .arithmetic import DTYPES, LANES
+from .barriers import CopyGroups
 from .copies import Copies
 from .races import PLAIN, Access, Clock, SimulationError
 from .synchronization import Synchronization
@@ -55,6 +56,7 @@ class Warp(Accesses, Copies, Synchronization):
         self.agent = self.gpu.ledger.agent(str(self))
         self.first_site = cta.grid.first_site
         self.clock = cta.grid.initial_clock()
+        self.groups = CopyGroups(self.gpu.ledger.agent(f"a copy by {self}"))
         self.inits = Clock()  # the inits of mbarriers that fence.mbarrier_init has published
         self.clock.seen[self.agent] = 1
 
