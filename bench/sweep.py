@@ -45,7 +45,7 @@ from .records import (
 )
 from .timing import time_interleaved
 
-VARIANTS = ("multi_wave", "pipelined", "warp_specialized")
+VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized")
 # Relative L2 error of an output: rounding to bfloat16 gives 1.7e-3.
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-13}
 

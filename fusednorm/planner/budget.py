@@ -15,7 +15,16 @@ from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import BY_COLUMNS, MAX_REGISTERS, ColumnTilePlan, MultiWavePlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import (
+    BY_COLUMNS,
+    MAX_REGISTERS,
+    ColumnTilePlan,
+    MultiWavePlan,
+    PipelinedPlan,
+    Plan,
+    RingPlan,
+    WarpSpecializedPlan,
+)
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
@@ -37,7 +46,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the plan fits shared memory and does not spill. The tiles of a ring have rows of one sample each."""
-    if problem.sample_divisor and plan.kernel == "pipelined" and problem.sample_divisor % plan.rows_per_tile:
+    if problem.sample_divisor and isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
         return False
     return registers(plan, problem, device) <= plan.max_registers and fits_shared_memory(plan, problem, device)
 
@@ -70,7 +79,7 @@ def static_bytes(plan: RingPlan) -> int:
 def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """A ring and the parameters; barriers; what is used while or after a kernel reads its rows. Pipelined kernels use
     the ring's memory again after their rows."""
-    backward, is_pipelined = not problem.is_forward, plan.kernel == "pipelined"
+    backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
     tensors += problem.rows_in if plan.rows_in_ring else ()
     held = computed(plan, problem)
@@ -104,7 +113,7 @@ def _staged_bytes(plan: RingPlan, problem: NormProblem) -> int:
     as they are held or as they are stored, whichever takes more."""
     if not problem.num_sums or plan.warps_per_row == plan.num_warps:
         return 0
-    if plan.kernel == "pipelined":
+    if isinstance(plan, PipelinedPlan):
         return 4 * plan.rows_per_tile * plan.num_chunks * plan.chunk
     held = min(16 // problem.x_dtype.itemsize * plan.threads_per_row, plan.chunk)
     return 4 * plan.rows_per_tile * min(plan.chunk, max(held, 4 * WARP_SIZE * plan.num_warps))

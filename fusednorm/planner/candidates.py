@@ -182,8 +182,16 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
     return [way for _, way in sorted(found)]
 
 
+def _copied_cuts(problem: NormProblem, threads: int) -> list[tuple[int, int, int, int, bool]]:
+    """`_cuts` for a ring that threads fill: by the least padding, and then the fewest chunks. A thread copies at least
+    16 bytes of a chunk of x, and not much more, so that few registers hold a chunk, and others are under way."""
+    least, most = (size // problem.x_dtype.itemsize * threads for size in limits.copied_bytes)
+    cuts = chunkings(problem.cols, least, limits.max_ring_chunks[problem.direction])
+    cuts = sorted((chunk * count, count, chunk) for chunk, count in cuts if chunk <= most)
+    return [(count, chunk, count, 1, False) for _, count, chunk in cuts]
+
+
 def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, good: bool) -> Plan | None:
-    """Where threads copy, each copies at least 16 bytes of a chunk of x, and rows get the least padding."""
     rows, stages, warps, cluster = ring.rows_per_tile, ring.num_stages, ring.num_warps, ring.cluster
     if problem.sample_divisor and problem.sample_divisor % rows:
         return None
@@ -191,14 +199,12 @@ def _in_chunks(ring: PipelinedPlan, problem: NormProblem, device: DeviceSpec, go
     resources = stages, warps, ring.ctas_per_sm, limit, ring.weight_in_smem, cluster
     in_ring = bool(problem.rows_in) and (stages > 1 or ring.by_threads)  # no tile is ahead in a ring of one stage
     ways = _cuts(problem.cols, problem.direction, rows, warps, cluster)
+    ways = [way for way in ways if way[0] <= limits.most_copies]
     if ring.by_threads:
-        least = 16 // problem.x_dtype.itemsize * ring.threads_per_row
-        ways = [way for way in ways if way[3] == 1 and not way[4] and way[1] >= least]
-        ways.sort(key=lambda way: (way[1] * way[2], way[0]))
+        ways = _copied_cuts(problem, ring.threads_per_row)
     plans = (
         type(ring)(rows, *chunks, *resources, copy_chunks, ring.short_lived, tail, in_ring)
-        for copies, *chunks, copy_chunks, tail in ways
-        if ring.by_threads or copies <= limits.most_copies
+        for _, *chunks, copy_chunks, tail in ways
     )
     return _first_within_budget(plans, problem, device, good)
 

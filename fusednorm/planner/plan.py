@@ -141,9 +141,9 @@ class PipelinedPlan(RingPlan):
 @dataclass(frozen=True)
 class AsyncCopyPlan(PipelinedPlan):
     """A ring that each computing thread fills with the elements that it will read, by asynchronous copies (cp.async),
-    which GPUs without TMA have. Each chunk is a copy."""
+    which GPUs without TMA have. Each chunk has copies of its own, and a backward refills it by itself."""
 
-    variant = "async_copy"
+    variant = kernel = "async_copy"
     by_threads = True
 
 

@@ -27,6 +27,7 @@ COLUMN_TILES = "multi_wave, by column tiles"
 REGIONS = {  # colours of the map, which the colour-blind can tell apart
     "multi_wave": "#E69F00",
     COLUMN_TILES: "#F0E442",
+    "async_copy": "#56B4E9",
     "pipelined": "#0072B2",
     "warp_specialized": "#009E73",
     "reference": "#999999",
@@ -35,6 +36,8 @@ MAP = Path("out/plan.png")
 VARIANT_TEXTS = {
     "multi_wave": "Triton kernels for every GPU. CTAs load rows straight to registers. Rows too wide for that go by\n"
     "column tiles, which read x twice.",
+    "async_copy": "Threads copy rows to shared memory, for rows that registers do not hold, on GPUs without TMA. By\n"
+    "force only.",
     "pipelined": "From sm_90 on. TMA copies rows to shared memory, some tiles ahead. Wide rows are shared by the CTAs\n"
     "of a cluster.",
     "warp_specialized": "From sm_90 on. As pipelined, but a warp of its own makes the copies. Preferred on Blackwell.",

@@ -17,13 +17,16 @@ from fusednorm.tools.oracle import assert_outputs_close, fused, make_inputs
 
 pytestmark = pytest.mark.gpu
 
-TMA_VARIANTS = ("pipelined", "warp_specialized")
+RINGS = ("async_copy", "pipelined", "warp_specialized")
 DTYPES = [(BF16, BF16, BF16), (FP32, FP32, FP32), (BF16, FP32, BF16), (FP16, FP16, FP16)]
 ONE_CTA = rotate([(2048, 1024), (2048, 2304), (2049, 8192), (1031, 5120), (216, 1600), (300, 768)], DTYPES)
 CLUSTERS = rotate([(300, 12288), (301, 16384), (128, 32768), (67, 65536), (33, 131072), (40, 262144)], DTYPES[:1])
 # Rows that end within a chunk; only 9216 columns are nine whole chunks.
 TAILS = rotate([(300, 2816), (2049, 3328), (1031, 4352), (601, 8448), (600, 9216)], DTYPES)
 TAILS += rotate([(2049, 8448), (130, 10496), (67, 16640), (33, 49408), (129, 98560)], DTYPES[:1])
+# Wide rows that threads copy themselves: of up to 14 chunks, with the last one whole and not.
+COPIED = rotate([(400, 9216), (301, 10248), (300, 14336), (140, 16384), (133, 20480), (140, 28672)], DTYPES[:1])
+COPIED += rotate([(600, 7680), (300, 8200), (131, 10240), (300, 14336)], DTYPES[1:3])
 # Each thread holds many columns of these rows, in up to 16 chunks.
 MANY_CHUNKS = rotate([(1500, 5376), (1401, 6656), (1500, 7040), (1402, 11008), (300, 43520), (301, 61440)], DTYPES[::3])
 MANY_CHUNKS += rotate([(600, 67584), (140, 122880), (40, 204800), (33, 237568), (33, 262144)], DTYPES[:2])
@@ -37,7 +40,7 @@ def planned(case, inputs, mean, rstd):
     return fallback.choose(call.problem, call.rows, gpus.spec_of(inputs.x.device)).plan
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 @pytest.mark.parametrize("case", ONE_CTA, ids=str)
 def test_a_forced_variant_runs_and_is_right(case, variant):
     inputs = make_inputs(case, "cuda")
@@ -67,7 +70,18 @@ def test_rows_of_many_chunks_and_those_whose_last_comes_by_itself_are_right(case
     assert_outputs_close(outputs, case, inputs)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("case", COPIED, ids=str)
+def test_wide_rows_that_threads_copy_are_right(case):
+    inputs = make_inputs(case, "cuda")
+    with fusednorm.force("async_copy"):
+        outputs = run(case, inputs)
+        assert planned(case, inputs, outputs.mean, outputs.rstd).variant == "async_copy"
+        for _ in range(5):
+            assert_same_bits(fused(case, inputs), outputs)
+    assert_outputs_close(outputs, case, inputs)
+
+
+@pytest.mark.parametrize("variant", RINGS)
 @pytest.mark.parametrize("offset", [None, -1, 0, 1, 997], ids=["one row", "SM-1", "SM", "SM+1", "SM+997"])
 def test_any_number_of_rows_is_right_under_a_forced_variant(variant, offset, sm_count):
     rows = 1 if offset is None else sm_count + offset
@@ -110,7 +124,7 @@ def test_a_forward_that_needs_no_gradient_writes_y_alone(case, variant):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 @pytest.mark.parametrize("mask", [(True, False, False), (True, True, False), (True, False, True)], ids=str)
 def test_masks_hold_under_a_forced_variant(variant, mask):
     case = make_case("layer", (700, 2048))
@@ -122,7 +136,7 @@ def test_masks_hold_under_a_forced_variant(variant, mask):
     assert_outputs_close(outputs, case, inputs)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 @pytest.mark.parametrize("layout", ["[M]", "[M, 1] strided", "16 bits"])
 def test_row_statistics_are_read_in_every_layout_under_a_forced_variant(variant, layout):
     case = make_case("layer", (2048, 2048))
@@ -142,16 +156,16 @@ def test_row_statistics_are_read_in_every_layout_under_a_forced_variant(variant,
         torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 def test_a_forced_variant_that_cannot_run_leaves_the_planner_its_choice(variant):
-    case = make_case("rms", (1024, 1023))  # rows of an odd number of bytes: no TMA
+    case = make_case("rms", (1024, 1023))  # rows of an odd number of bytes, which no ring copies
     inputs = make_inputs(case, "cuda")
     want = run(case, inputs)
     with fusednorm.force(variant):
         assert_same_bits(run(case, inputs), want)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 def test_a_narrower_row_after_a_wider_one_gets_kernels_of_its_own(variant):
     with fusednorm.force(variant):
         for cols in (8192, 8190):  # the second is no multiple of a vector
@@ -160,7 +174,7 @@ def test_a_narrower_row_after_a_wider_one_gets_kernels_of_its_own(variant):
             assert_outputs_close(run(case, inputs), case, inputs)
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 def test_the_choice_of_the_forward_reaches_the_backward_on_its_own_thread(variant):
     x = torch.randn(2048, 2048, device="cuda", dtype=BF16, requires_grad=True)
     weight = torch.ones(2048, device="cuda", dtype=BF16, requires_grad=True)
@@ -173,7 +187,7 @@ def test_the_choice_of_the_forward_reaches_the_backward_on_its_own_thread(varian
     assert x.grad is not None and torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 def test_graph_replays_follow_their_inputs_under_a_forced_variant(variant):
     case = make_case("layer", (1000, 4096))
     inputs, fresh = make_inputs(case, "cuda"), make_inputs(case, "cuda", seed=1)
@@ -190,7 +204,7 @@ def test_graph_replays_follow_their_inputs_under_a_forced_variant(variant):
         assert_outputs_close(outputs, case, fresh)
 
 
-@pytest.mark.parametrize("variant", ["multi_wave", *TMA_VARIANTS])
+@pytest.mark.parametrize("variant", ["multi_wave", *RINGS])
 def test_two_hundred_row_counts_build_a_forced_variant_once(variant, builds_of_kernels):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 3000, (200,), generator=generator).tolist()
@@ -203,7 +217,7 @@ def test_two_hundred_row_counts_build_a_forced_variant_once(variant, builds_of_k
     assert len([name for name in builds_of_kernels if "finalize" not in name]) <= 1
 
 
-@pytest.mark.parametrize("variant", TMA_VARIANTS)
+@pytest.mark.parametrize("variant", RINGS)
 @pytest.mark.parametrize("layout", ["row strided", "one gradient row for all", "one row of x for all"])
 def test_rows_at_any_stride_are_read_in_place_under_a_forced_variant(variant, layout):
     case = make_case("layer", (1500, 2048))

@@ -120,7 +120,7 @@ class Copies:
         """The bytes count as written, and as read, at once, by an agent that nobody knows before a wait for the
         group. There is no second proxy."""
         width = int(widths[0])
-        counts = (widths if counts is None else counts)[lanes]
+        counts = (widths if counts is None else counts)[lanes].astype(np.int64)  # a copy: registers change
         if width not in (4, 8, 16) or (counts > width).any():
             raise SimulationError(f"cp.async of {width} bytes, {counts.max()} of them from memory")
         cta, at, sources = self.cta, targets[lanes].astype(np.int64), sources[lanes].astype(np.int64)
