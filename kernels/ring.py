@@ -184,7 +184,7 @@ def copy_chunk(ptr, row, stride, cols, slot, c: gl.constexpr, pred, tile: gl.con
     """Start each thread's copies of its elements of chunk c of the tile at `row`, zeros for those outside the tensor,
     and for all if not `pred`."""
     dtype: gl.constexpr = ptr.dtype.element_ty
-    source, inside = elements(row, aligned(stride, dtype), aligned(cols, dtype), c, tile)
+    source, inside = elements(row, stride, aligned(cols, dtype), c, tile, dtype)
     if has_no_outside(c, tile):
         copy_elements(slot, ptr + source, mask=pred)
     else:

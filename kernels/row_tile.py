@@ -344,14 +344,17 @@ def load_added_chunks(added, row, cols, c: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def elements(row, stride, cols, c: gl.constexpr, tile: gl.constexpr):
+def elements(row, stride, cols, c: gl.constexpr, tile: gl.constexpr, copied: gl.constexpr = None):
     """Element offsets (int64) of chunk c of the tile at `row` in a [rows, cols] tensor whose rows are `stride` elements
-    apart, and the mask of those inside the tensor."""
+    apart, and the mask of those inside the tensor. `copied` is the dtype of a tensor that threads copy to a ring."""
     index = per_row(row_index(row, tile))
     col = gl.expand_dims(columns_of_thread(c, tile), 0)
     if tile.by_threads:  # chunks differ by a constant, so that no address of a chunk is held
         first = gl.expand_dims(columns_of_thread(0, tile), 0)
-        offset = index.to(gl.int64) * stride + first + c * tile.chunk
+        begin = index.to(gl.int64) * stride
+        if copied is not None:  # aligned here: an aligned stride would be held, too
+            begin = aligned(begin, copied)
+        offset = begin + first + c * tile.chunk
     else:
         offset = index.to(gl.int64) * stride + col
     return offset, (index >= 0) & (col < cols)
