@@ -71,6 +71,11 @@ def next_position(at, tile: gl.constexpr, first: gl.constexpr = 0, step: gl.cons
 
 
 @gluon.jit
+def allocate_blocks(desc, tile: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, [tile.num_stages] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
 def allocate_chunks(dtype: gl.constexpr, tile: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [tile.num_stages, tile.rows, 1, tile.chunk], row_major(tile, 3, 1))
 
@@ -84,8 +89,7 @@ def allocate_slots(descs, tile: gl.constexpr):
         if tile.by_threads:
             stages = allocate_chunks(of_copy.dtype.element_ty, tile)
         else:
-            shape = [tile.num_stages] + of_copy.block_type.shape
-            stages = gl.allocate_shared_memory(of_copy.dtype, shape, of_copy.layout)
+            stages = allocate_blocks(of_copy, tile)
         slots = slots + (stages,)
     return slots
 
