@@ -48,7 +48,10 @@ def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
         if tile.by_threads:
             of_tensor = of_group(of_tensor, cols, tile)
         copies = copies + (row_tile.copy_descriptors(of_tensor, tail_descs[t], tile),)
-    rings = ring.open_rings(copies, tile, strides, cols)
+    if tile.by_threads:
+        rings = ring.open_rings(copies, tile, strides, cols)
+    else:
+        rings = ring.open_rings(copies, tile)
     for s in gl.static_range(tile.stages):
         nth = (share.cta + s * share.ctas) * tile.rows
         fill_stage(rings, s, row_tile.row_of_tile(nth, share.last, tile), share.first, tile)

@@ -107,7 +107,7 @@ def allocate_barriers(tile: gl.constexpr):
 
 
 @gluon.jit
-def open_rings(descs, tile: gl.constexpr, strides=(), cols=0):
+def open_rings(descs, tile: gl.constexpr, strides=0, cols=0):
     """A ring for each tensor; descs has, for each tensor, the descriptors of its copies, or as many pointers.
 
     Each copy has mbarriers of its own: between copies that share one, the compiler would put a CTA barrier."""

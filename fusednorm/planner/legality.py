@@ -28,14 +28,14 @@ class Rule(NamedTuple):
 def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterator[Rule]:
     """The rules of a variant for problem, row count and device. The first that does not hold is the reported one."""
     gpu, moves_rows = f"{device.name} has {capability(device)}", p.form.rows_in + p.form.rows_out > 0
-    if variant == "multi_wave":
+    if variant in ("multi_wave", "async_copy"):
         yield Rule("arch", device.arch >= OLDEST_ARCH, f"needs compute capability 8.0, {gpu}")
+    if variant == "multi_wave":
         narrow = p.x_dtype.itemsize == 8 or all(each.itemsize <= 4 for each in p.rows_in + p.shared)
         narrow |= not p.form.modulate
         yield Rule("wide_modulation", narrow, "computes in float64 for float64 rows only, not for modulations")
     if variant == "async_copy":
-        yield Rule("async_copy", device.arch >= OLDEST_ARCH, f"needs compute capability 8.0, {gpu}")
-        yield Rule("rows_out", p.writes_rows, "has no kernel for dw and db alone")
+        yield Rule("sums", p.writes_rows, "has no kernel for dw and db alone")
     if variant in ("multi_wave", "async_copy", "pipelined"):
         # On an H100 the kernels' steps were not rounded as tensor code's: some sums differed by a last bit.
         steps = 'does not round where rounding="steps" does: ATen\'s kernels do'

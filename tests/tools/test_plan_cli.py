@@ -43,7 +43,8 @@ def test_plan_says_what_runs_what_it_takes_and_why_nothing_else_does(capsys):
     assert "shared memory 49472 of 232448 bytes a CTA" in text and "of 255 a thread" in text
     assert "launches: 2; passes over x and dy: 1" in lines
     assert "MB moved" in text and "us predicted" in text and "% of the speed of light" in text
-    assert [line.split(":")[0] for line in lines[-2:]] == ["not multi_wave or reference", "not warp_specialized"]
+    refused = ["not multi_wave or reference", "not async_copy or warp_specialized"]
+    assert [line.split(":")[0] for line in lines[-2:]] == refused
 
 
 def test_json_has_a_line_for_each_case_of_the_lists(capsys):
@@ -244,7 +245,8 @@ def test_explain_gives_each_reason_once():
     assert text.count("x is on cpu, where ATen's kernels run") == 1 and "not " not in text
     text = str(fusednorm.explain(torch.empty(64, 128), (128,), device=A100))
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("not ")]
-    assert lines[0].startswith("not pipelined or warp_specialized: ") and len(lines) == 2
+    starts = "not async_copy: ", "not pipelined or warp_specialized: ", "not reference: "
+    assert len(lines) == 3 and all(line.startswith(each) for line, each in zip(lines, starts, strict=True))
 
 
 def test_explain_knows_of_force_and_of_nothing_to_do():
