@@ -34,6 +34,8 @@ PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 60, 200),
     Problem("backward", "multi_wave", "layer", 40, 5000, mask=NO_DX),
     Problem("backward", "multi_wave", "layer", 2, 33000, sms=20),
+    Problem("backward", "async_copy", "layer", 60, 200, sms=1, device="A100"),
+    Problem("backward", "async_copy", "rms", 5, 9216, mask=DX_ONLY, device="A100"),
     Problem("backward", "pipelined", "layer", 340, 200, sms=1),
     Problem("backward", "pipelined", "layer", 21, 1032, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),

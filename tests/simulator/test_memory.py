@@ -64,6 +64,81 @@ def test_a_tma_copy_brings_a_box_and_zeros_outside_of_the_tensor(row, col):
     assert torch.equal(copied(x, row, col), wanted)
 
 
+# Each lane copies 16 bytes of a row of 128 elements to shared memory. Then each stores what lane {reader} has copied.
+OWN = """mov.u32 %r0, %tid.x; mul.lo.u32 %r5, %r0, 16; mov.u32 %r1, global_smem; add.s32 %r2, %r1, %r5;
+cvt.u64.u32 %d9, %r5; add.s64 %d8, %d0, %d9; add.s64 %d7, %d1, %d9;
+{first}
+cp.async.cg.shared.global [ %r2 + 0 ], [ %d8 + 0 ], 0x10, {count};
+{commit}
+cp.async.wait_group {most};
+{then}
+ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r2]; st.global.v4.b32 [%d7], {{%r10, %r11, %r12, %r13}};
+{end}"""
+COMMIT = "cp.async.commit_group;"
+
+
+def own_copy(x, seed=0, first="", count="0x10", commit=COMMIT, most=0, then="", end=""):
+    out = nans(128)
+    run(OWN.format(first=first, count=count, commit=commit, most=most, then=then, end=end), x, out, seed=seed)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_lanes_copy_brings_its_bytes_and_zeros_behind_those_of_its_source(seed):
+    x = torch.randn(128)
+    assert torch.equal(own_copy(x, seed), x)
+    few = own_copy(x, seed, first="and.b32 %r6, %r0, 1; mul.lo.u32 %r6, %r6, 8;", count="%r6").reshape(32, 4)
+    assert few[0::2].eq(0).all() and few[:, 2:].eq(0).all() and torch.equal(few[1::2, :2], x.reshape(32, 4)[1::2, :2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"most": 1}, {"commit": ""}, {"then": "add.s32 %r2, %r1, %r5;", "most": 1}, {"first": COMMIT, "commit": ""}],
+    ids=["a group may be under way", "no group", "the same bytes", "a group before"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_read_of_what_no_wait_has_ordered_is_a_race(changes, seed):
+    with pytest.raises(Race, match=r"reads what is written by a copy by warp 0"):
+        own_copy(torch.randn(128), seed, **changes)
+
+
+def test_a_wait_for_the_group_before_orders_no_later_group():
+    again = "cp.async.cg.shared.global [%r2], [%d8], 16, 16;" + COMMIT
+    assert torch.equal(own_copy(torch.ones(128), first=COMMIT, most=0), torch.ones(128))
+    later = "add.s32 %r2, %r2, 1024; " + again + " sub.s32 %r2, %r2, 1024;"
+    end = "cp.async.wait_group 0;"
+    assert torch.equal(own_copy(torch.ones(128), commit=COMMIT + later, most=1, end=end), torch.ones(128))
+    with pytest.raises(Race):
+        own_copy(torch.ones(128), commit=COMMIT + later, most=2, end=end)
+
+
+def test_a_copy_over_bytes_that_another_warp_reads_is_a_race():
+    code = """mov.u32 %r0, %tid.x; mov.u32 %r1, global_smem; setp.lt.u32 %p1, %r0, 32; and.b32 %r5, %r0, 31;
+mul.lo.u32 %r5, %r5, 16; add.s32 %r2, %r1, %r5; cvt.u64.u32 %d9, %r5; add.s64 %d8, %d0, %d9;
+@!%p1 ld.shared.b32 %r3, [%r2];
+{}
+@%p1 cp.async.cg.shared.global [%r2], [%d8], 16;
+cp.async.commit_group;
+cp.async.wait_group 0;"""
+    run(code.format("bar.sync 0;"), torch.randn(128), threads=64)
+    with pytest.raises(Race, match="nothing orders them"):
+        run(code.format(""), torch.randn(128), threads=64)
+
+
+def test_a_cta_does_not_end_before_its_copies_have_landed():
+    code = OWN.format(first="", count=16, commit=COMMIT, most=0, then="", end="cp.async.ca.shared.global [%r2], [%d8], 8;")
+    with pytest.raises(SimulationError, match="ends with 1 copies to it under way"):
+        for seed in range(8):
+            run(code, torch.randn(128), nans(128), seed=seed)
+
+
+def test_a_copy_is_of_4_8_or_16_bytes_within_its_tensor():
+    with pytest.raises(SimulationError, match="cp.async of 16 bytes, 17 of them"):
+        own_copy(torch.randn(128), count="17")
+    with pytest.raises(SimulationError, match="outside of all tensors|has 508"):
+        own_copy(torch.randn(127))
+
+
 def test_a_swizzle_changes_the_places_of_16_bytes_within_a_span():
     x = torch.arange(20 * 40.0).reshape(20, 40)
     plain, mixed = copied(x, 0, 0).reshape(8, 8, 4), copied(x, 0, 0, swizzle=3).reshape(8, 8, 4)

@@ -9,6 +9,7 @@ from simulator.mutants import mutants_of, who_notices
 from simulator.problems import DX_ONLY, Problem, SumProblem
 
 SCHEDULES = [
+    Problem("backward", "async_copy", "layer", 21, 1032, mask=DX_ONLY, sms=1, device="A100"),
     Problem("backward", "pipelined", "layer", 340, 200, mask=DX_ONLY, sms=1),
     Problem("backward", "pipelined", "rms", 15, 5120, mask=DX_ONLY, sms=2),
     Problem("backward", "warp_specialized", "layer", 105, 200, mask=DX_ONLY, sms=1),

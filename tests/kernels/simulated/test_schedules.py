@@ -46,6 +46,17 @@ PIPELINED = [
     Problem("backward", "pipelined", "layer", 300, 136, mask=NO_DX),  # sums over rows, by columns
     Problem("backward", None, "rms", 5, 9216, device="RTX 5090"),  # two stages, where registers do not hold a row
 ]
+COPIED = [
+    Problem("forward", "async_copy", "layer", 60, 200),  # more rows than the ring holds; the first tile is not full
+    Problem("forward", "async_copy", "rms", 37, 1032, MIXED, device="A100"),
+    Problem("backward", "async_copy", "layer", 1, 200),
+    Problem("backward", "async_copy", "layer", 85, 200, device="RTX 4090"),
+    Problem("backward", "async_copy", "layer", 21, 1032, FLOATS, sms=1, device="A100"),  # a row ends within a chunk
+    Problem("backward", "async_copy", "layer", 20, 200, MIXED, layout="row_strided"),
+    Problem("backward", "async_copy", "rms", 9, 512, (FP32, FP32, BF16), mask=DX_ONLY, residual=FP32, device="A100"),
+    Problem("backward", "async_copy", "layer", 7, 9216, device="A100"),  # one stage, refilled chunk by chunk
+    Problem("backward", "async_copy", "rms", 5, 10248, HALVES, device="RTX 4090"),
+]
 CLUSTERS = [
     Problem("backward", "pipelined", "layer", 27, 5120, mask=DX_ONLY, sms=4),  # a cluster of 2
     Problem("backward", "pipelined", "rms", 3, 12288, mask=DX_ONLY, sms=8),  # a cluster of 4
@@ -78,6 +89,7 @@ SUMS = [
     SumProblem(Sums(9, 2056), "ring"),
 ]
 ORDERED = [
+    Problem("backward", "async_copy", "layer", 60, 200, sms=1, device="A100"),
     Problem("backward", "multi_wave", "layer", 9, 200),
     Problem("backward", "pipelined", "layer", 60, 200, sms=1),
     Problem("backward", "pipelined", "rms", 5, 5120, mask=DX_ONLY, sms=4),
@@ -97,6 +109,7 @@ EQUAL = [
     Problem("backward", "multi_wave", "layer", 6, 1000, HALVES, equal=True),
     Problem("backward", "multi_wave", "layer", 6, 1000, FLOATS, equal=True),
     Problem("backward", "multi_wave", "layer", 4, 9001, FLOATS, equal=True),
+    Problem("backward", "async_copy", "layer", 9, 1000, FLOATS, equal=True, device="A100"),
     Problem("backward", "pipelined", "layer", 9, 1000, FLOATS, equal=True),
     Problem("backward", "pipelined", "layer", 9, 1536, FLOATS, equal=True),
     Problem("backward", "pipelined", "layer", 3, 5120, FLOATS, sms=4, equal=True),
@@ -117,7 +130,7 @@ SEEDS = 5  # each number of CTAs that have a place, once more; `make simulate` t
 EPS = 1e-5
 
 
-@pytest.mark.parametrize("problem", [*PORTABLE, *PIPELINED, *SPECIALIZED, *SUMS], ids=str)
+@pytest.mark.parametrize("problem", [*PORTABLE, *PIPELINED, *COPIED, *SPECIALIZED, *SUMS], ids=str)
 def test_outputs_are_the_oracles(problem):
     outputs, _ = problem.simulate()
     problem.check(outputs)
