@@ -60,8 +60,9 @@ def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
 
 @gluon.jit
 def fill_stage(rings, stage, row, first, tile: gl.constexpr):
-    """Start the copies of the tile at `row` into a stage that is new or that this CTA has read; none if the tile lies
-    before row `first`. The CTA's row loop ends before such a tile, so nobody waits for it."""
+    """Start the copies of the tile at `row` into a stage that is new or that this CTA has read; none, or zeros where
+    threads copy, if the tile lies before row `first`. The CTA's row loop ends before such a tile, so nobody waits for
+    it."""
     ring.fill_stage(rings, stage, row_tile.copy_corners(row, tile), row > first - tile.rows, tile)
 
 
@@ -76,7 +77,8 @@ def forward(
     and then stays in registers, so the stage is refilled as soon as the statistics are known, before y is stored.
 
     The row tensors that a form reads beside x come by `rows_in` to registers, or by descriptors through the ring, each
-    of which is a parameter: Triton 3.6 cannot launch a kernel with descriptors inside a tuple."""
+    of which is a parameter: Triton 3.6 cannot launch a kernel with descriptors inside a tuple. Where threads copy, all
+    of them are pointers, and `strides` has the elements between the rows of each, in their order."""
     exchange = open_exchange(tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
@@ -217,15 +219,14 @@ def backward(
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
-    gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None,
-    strides=None,
+    gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None, strides=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
     row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. With
     tile.reads_once, the second read falls away: the compiler holds what both passes make, and what the second alone
     would make for gradients without row sums is made in the first. dw and db are complete before the last tile's dx,
     and are stored before it where `partial_sums.stores_early` says so. The form's other row tensors come as in
-    `forward`."""
+    `forward`. Where threads copy, each chunk of a tile is waited for, read and refilled by itself."""
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)

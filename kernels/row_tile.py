@@ -66,9 +66,10 @@ def per_row(values):
 
 @gluon.jit
 def copy_descriptors(desc, tail_desc, tile: gl.constexpr):
-    """The descriptor of each copy of a tile, or its ring.Rows where threads copy. A descriptor for copies of one chunk, such as the tail's, describes the
-    tensor as [rows, cols / box, box]; one for copies of several chunks, as [chunks, rows, chunk / box, box]. chunk
-    counts the columns of all CTAs of a cluster here. With groups of columns, these are a dimension behind the rows."""
+    """The descriptor, or pointer, for each copy of a tile. A descriptor for copies of one chunk, such as the tail's,
+    describes the tensor as [rows, cols / box, box]; one for copies of several chunks, as [chunks, rows, chunk / box,
+    box]. chunk counts the columns of all CTAs of a cluster here. With groups of columns, these are a dimension behind
+    the rows."""
     descs = (desc,)
     for _ in gl.static_range(1, tile.copies):
         if tile.tail:

@@ -190,7 +190,8 @@ def from_text(text: str) -> Plan:
     numbers = [int(value) for value in values.split(",")]
     for kind in TYPES:
         lacking = len(fields(kind)) - len(numbers)
-        if kind.__name__ == f"{name}Plan" and 0 <= lacking <= issubclass(kind, PipelinedPlan):  # rows_in_ring is the last one
+        # rows_in_ring is the last one
+        if kind.__name__ == f"{name}Plan" and 0 <= lacking <= issubclass(kind, PipelinedPlan):
             pairs = zip(fields(kind), (*numbers, 0), strict=False)
             return kind(**{field.name: bool(number) if field.type == "bool" else number for field, number in pairs})
     raise ValueError(f"{text} is no plan")

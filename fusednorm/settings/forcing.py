@@ -18,10 +18,10 @@ class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
     """with force(variant): run the forwards called in the block by that variant, and their backwards wherever they run.
 
     variant is "multi_wave", "async_copy", "pipelined", "warp_specialized" or "reference" (ATen's kernels); None gives
-    the choice back to the planner. Raises ValueError for anything else. A forced variant runs even if the planner finds a fault
-    with it. A variant that cannot run (see fusednorm.explain) is ignored, and the planner chooses. The block affects
-    the calling thread only. A backward that torch.compile made ignores `force`, and a task that outlives the block in
-    which it was started may do so.
+    the choice back to the planner. Raises ValueError for anything else. A forced variant runs even if the planner finds
+    a fault with it. A variant that cannot run (see fusednorm.explain) is ignored, and the planner chooses. The block
+    affects the calling thread only. A backward that torch.compile made ignores `force`, and a task that outlives the
+    block in which it was started may do so.
     """
 
     def __init__(self, variant: str | None):

@@ -1,8 +1,9 @@
 """Finds races: accesses that the happens-before order of PTX's memory model leaves unordered. It uses vector clocks.
 
-An agent is a warp, the init of an mbarrier, the copies that complete on an mbarrier, or a warp's by cp.async. An agent's time counts steps; a
-warp begins a new step at each release. A clock says, for every agent, up to which time its holder knows the agent's
-accesses ("seen"). It also says up to which time a proxy fence has ordered them before asynchronous copies ("fenced").
+An agent is a warp, the init of an mbarrier, the copies that complete on an mbarrier, or a warp's copies by cp.async. An
+agent's time counts steps; a warp begins a new step at each release. A clock says, for every agent, up to which time its
+holder knows the agent's accesses ("seen"). It also says up to which time a proxy fence has ordered them before
+asynchronous copies ("fenced").
 
 Each few bytes of memory have a record of their last write and of the reads since. Whoever reads must know the write.
 Whoever writes must know the write and the reads. A TMA copy belongs to the asynchronous proxy, and must know earlier

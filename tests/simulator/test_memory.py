@@ -126,7 +126,8 @@ cp.async.wait_group 0;"""
 
 
 def test_a_cta_does_not_end_before_its_copies_have_landed():
-    code = OWN.format(first="", count=16, commit=COMMIT, most=0, then="", end="cp.async.ca.shared.global [%r2], [%d8], 8;")
+    end = "cp.async.ca.shared.global [%r2], [%d8], 8;"
+    code = OWN.format(first="", count=16, commit=COMMIT, most=0, then="", end=end)
     with pytest.raises(SimulationError, match="ends with 1 copies to it under way"):
         for seed in range(8):
             run(code, torch.randn(128), nans(128), seed=seed)

@@ -22,7 +22,10 @@ PARAMETER_BASE, PARAMETER_PAGE = 0x7F00_0000, 4096  # made-up addresses of param
 ENDS_BLOCK = re.compile(
     r"(bra|brx|ret|exit|bar\.sync|barrier|red|atom|cp\.async|mbarrier\.arrive|st\.async|griddepcontrol)\b"
 )
-WAITS = re.compile(r"(mbarrier\.(try|test)_wait|cp\.async\.wait_group|barrier\.cluster\.wait|ld\.(acquire|relaxed)|griddepcontrol\.wait)\b")
+WAITS = re.compile(
+    r"(mbarrier\.(try|test)_wait|cp\.async\.wait_group|barrier\.cluster\.wait|ld\.(acquire|relaxed)"
+    r"|griddepcontrol\.wait)\b"
+)
 ALL = slice(None)  # as an index: all lanes
 SCOPE = {**vars(np), **vars(arithmetic), "ALL": ALL}  # the names that a block's function can use
 # Of the lanes q. numpy's any() and all() take fifty times as long for 32 elements.
