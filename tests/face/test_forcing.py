@@ -30,7 +30,7 @@ def test_force_nests_and_none_gives_the_choice_back():
 
 def test_force_refuses_what_is_no_variant():
     with pytest.raises(
-        ValueError, match="^force: variant must be one of multi_wave, pipelined, .* or None, got 'fast'$"
+        ValueError, match="^force: variant must be one of multi_wave, async_copy, pipelined, .* or None, got 'fast'$"
     ):
         fusednorm.force("fast")
 
