@@ -152,19 +152,25 @@ def read_chunks(rings, stage, reload: gl.constexpr, c: gl.constexpr, tile: gl.co
 @gluon.jit
 def sum_by_chunks(rings, stage, held, statistics, weight, sums, norm: gl.constexpr, tile: gl.constexpr):
     """passes.sum_tile where threads copy: each chunk is waited for by itself, and no other one is in registers."""
-    by_column = passes.no_sums(tile)
+    sum_gx, sum_g = passes.no_sums(tile)
     dw = ()
     db = ()
+    # Each chunk has a loop that runs once, which the compiler does not know. Without it, it would add up dw and db late,
+    # and hold what it adds of the whole row until then.
+    once = opaque(gl.to_tensor(1))
     for c in gl.static_range(tile.chunks):
-        ring.wait_for_chunk(c, tile)
-        chunks, dy = read_chunks(rings, stage, False, c, tile)
-        of_chunk = row_tile.with_shared(chunks, held, c, tile)
-        by_column, dw_of_chunk, db_of_chunk = passes.sum_chunk(
-            of_chunk, dy, statistics, weight[c], by_column, sums.dw[c], sums.db[c], norm, tile
-        )
+        dw_of_chunk, db_of_chunk = sums.dw[c], sums.db[c]
+        for _ in range(once):
+            ring.wait_for_chunk(c, tile)
+            chunks, dy = read_chunks(rings, stage, False, c, tile)
+            of_chunk = row_tile.with_shared(chunks, held, c, tile)
+            by_column, dw_of_chunk, db_of_chunk = passes.sum_chunk(
+                of_chunk, dy, statistics, weight[c], (sum_gx, sum_g), dw_of_chunk, db_of_chunk, norm, tile
+            )
+            sum_gx, sum_g = by_column
         dw = dw + (dw_of_chunk,)
         db = db + (db_of_chunk,)
-    return ColumnSums(dw, db, sums.more), passes.sums_of_rows(by_column, norm)
+    return ColumnSums(dw, db, sums.more), passes.sums_of_rows((sum_gx, sum_g), norm)
 
 
 @gluon.jit
