@@ -46,7 +46,7 @@ def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
     for t in gl.static_range(len(descs)):
         of_tensor = descs[t]
         if tile.by_threads:
-            of_tensor = of_group(of_tensor, cols, tile)
+            of_tensor = of_group(of_tensor, row_tile.aligned(cols, of_tensor.dtype.element_ty), tile)
         copies = copies + (row_tile.copy_descriptors(of_tensor, tail_descs[t], tile),)
     if tile.by_threads:
         rings = ring.open_rings(copies, tile, strides, cols)

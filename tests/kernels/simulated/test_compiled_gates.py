@@ -16,7 +16,9 @@ from fusednorm.planner.plan import from_text
 
 IN_BOTH_WAYS = PIPELINED[:3]
 BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED[3:], "warp_specialized": SPECIALIZED}
+BACKWARD["async_copy"] = [PIPELINED[1], PIPELINED[6], PIPELINED[7]]
 FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3], PIPELINED[5]]}
+FORWARD["async_copy"] = [PIPELINED[3], PIPELINED[5]]
 
 
 def cases(by_variant: dict) -> list:

@@ -51,9 +51,10 @@ def outputs_of(call, plan: Plan | None = None, **how):
 
 
 def rings(call) -> list[Plan]:
-    """The first ring, and the first with modulations in shared memory or registers, which the first has not."""
-    found = candidates("pipelined", call.problem, H200)
-    return [found[0], *[each for each in found if each.weight_in_smem != found[0].weight_in_smem][:1]]
+    """The first ring, the first with modulations in shared memory or registers, which the first has not, and the first
+    that threads fill."""
+    found, copied = (candidates(variant, call.problem, H200) for variant in ("pipelined", "async_copy"))
+    return [found[0], *[each for each in found if each.weight_in_smem != found[0].weight_in_smem][:1], *copied[:1]]
 
 
 @pytest.mark.parametrize("modulated", COMPILED, ids=str)
