@@ -155,8 +155,8 @@ def sum_by_chunks(rings, stage, held, statistics, weight, sums, norm: gl.constex
     sum_gx, sum_g = passes.no_sums(tile)
     dw = ()
     db = ()
-    # Each chunk has a loop that runs once, which the compiler does not know. Without it, it would add up dw and db late,
-    # and hold what it adds of the whole row until then.
+    # Each chunk has a loop that runs once, which the compiler does not know. Without it, it would add up dw and db
+    # late, and hold what it adds of the whole row until then.
     once = opaque(gl.to_tensor(1))
     for c in gl.static_range(tile.chunks):
         dw_of_chunk, db_of_chunk = sums.dw[c], sums.db[c]

@@ -35,6 +35,8 @@ def rules(variant: str, p: NormProblem, rows: int, device: DeviceSpec) -> Iterat
         narrow |= not p.form.modulate
         yield Rule("wide_modulation", narrow, "computes in float64 for float64 rows only, not for modulations")
     if variant == "async_copy":
+        older = f"stands in for TMA up to compute capability 9.0, {gpu}"
+        yield Rule("older", device.arch <= OLDEST_TMA_ARCH, older)
         yield Rule("sums", p.writes_rows, "has no kernel for dw and db alone")
     if variant in ("multi_wave", "async_copy", "pipelined"):
         # On an H100 the kernels' steps were not rounded as tensor code's: some sums differed by a last bit.

@@ -91,7 +91,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     if is_ring:
         box, stages = plan.box_columns(problem.cols), plan.num_stages
         slower = limits.slower_if_many if plan.chunk > limits.many_boxes * box else 1
-        stages = max(2, stages) if plan.by_threads else stages  # a stage is refilled while it is computed on
+        stages += plan.by_threads  # a stage is refilled while it is computed on
         boxes = 0 if plan.by_threads else problem.cols / box * (2 - problem.is_forward) * slower
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),

@@ -26,6 +26,7 @@ ADDED = {"rows_in": (torch.bfloat16,), "rows_out": (torch.bfloat16,)}
 RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "arch": ("multi_wave", make_problem(), MANY_ROWS, replace(A100, arch=75)),
     "tma": ("pipelined", make_problem(), MANY_ROWS, A100),
+    "older": ("async_copy", make_problem(), MANY_ROWS, B200),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
