@@ -295,17 +295,16 @@ def backward(
         if not tile.prefetches_statistics:
             next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, inside, tile)
-        next_row = row - tile.num_stages * step
         if tile.by_threads:
             means = passes.means_of_rows(row_sums, first_dy, first_weight, cols, rings.slots[1][0].dtype, inside)
             sums = store_by_chunks(
-                rings, stage, outs, stride, held, statistics, means, weight, bias, added, sums, row, next_row,
-                share, cols, inside, tile,
+                rings, stage, outs, stride, held, statistics, means, weight, bias, added, sums, row,
+                row - tile.num_stages * step, share, cols, inside, tile,
             )  # fmt: skip
         else:
             # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
             if tile.reads_once:
-                fill_stage(rings, at.stage, next_row, share.first, tile)
+                fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
             else:  # the stage still has the tile: it is refilled below, after these reads
                 tiles, dy = read_tiles(rings, at.stage, True, tile)
             sums = passes.store_gradients(
@@ -313,7 +312,7 @@ def backward(
                 first_weight, sums, row, cols, inside, tile,
             )  # fmt: skip
             if not tile.reads_once:
-                fill_stage(rings, at.stage, next_row, share.first, tile)
+                fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
         row -= step
         at = ring.next_position(at, tile)
 
