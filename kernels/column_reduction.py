@@ -146,7 +146,7 @@ def fill_stage(rings, stage, row, left, rows, tile: gl.constexpr):
 @gluon.jit
 def some_rings(rings, first: gl.constexpr, end: gl.constexpr):
     """The rings of tensors first to end - 1."""
-    return Rings(rings.descs[first:end], rings.slots[first:end], rings.full[first:end])
+    return Rings(rings.descs[first:end], rings.slots[first:end], rings.full[first:end], rings.strides, rings.cols)
 
 
 @gluon.jit

@@ -283,7 +283,7 @@ def test_a_build_that_failed_is_not_tried_again_for_another_row_count(triton, mo
     tried = len(triton.log)
     fallback.forget()  # forgets the problem that failed, but not the build
     warned(lambda: fusednorm.functional.rms_norm(x[:19_000], (40,)))
-    assert len(triton.log) == tried == 1
+    assert len(triton.log) == tried > 0
 
 
 def test_each_cause_warns_once_and_another_cause_again(triton):
@@ -293,7 +293,7 @@ def test_each_cause_warns_once_and_another_cause_again(triton):
     _, second = warned(lambda: fusednorm.functional.rms_norm(torch.randn(20_000, 16), (16,)))
     assert len(first) == len(second) == 1
     assert "PTXASError" in first[0] and "OutOfResources: out of resource: shared memory, Required: 262144" in second[0]
-    assert len(fallback.failures()) == 3
+    assert {each.problem.cols for each in fallback.failures()} == {8, 40, 16}
 
 
 def test_a_forced_plan_that_fails_gives_way_too(triton, on_h200):

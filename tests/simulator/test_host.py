@@ -75,5 +75,5 @@ def test_the_command_draws_a_picture_and_writes_a_trace(tmp_path):
     assert done.returncode == 0 and "as the oracle's" in done.stdout, done.stdout + done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     lines = trace.read_text().splitlines()
-    for said in ("sum_tile", "starts a TMA copy", "has waited since", "of mbarrier"):
+    for said in ("sum_chunk", "starts a TMA copy", "has waited since", "of mbarrier"):
         assert any(said in line for line in lines), said
