@@ -79,9 +79,12 @@ Finder = Callable[[Written], Iterable[Joined]]  # the ways to see a norm, the be
 
 def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int]) -> Iterator[Joined]:
     """Those of the norms that ops take. written: the memory that the graph writes in place."""
+    replaced: set[Node] = set()
     for norm in norms:
-        ways = (each for find in finders for each in find(norm) if _is_taken(each))
-        if (first := next(ways, None)) and not reads_any(written, first.y, first.inputs):
+        ways = (each for find in finders for each in find(norm) if replaced.isdisjoint(each.replaced))
+        first = next(filter(_is_taken, ways), None)
+        if first and not reads_any(written, first.y, first.inputs):
+            replaced.update(first.replaced)
             yield first
 
 
@@ -134,7 +137,7 @@ def has_kernels(op: Op, arguments: dict[str, Any], device: DeviceSpec) -> bool:
     x, groups = given["x"], given.get("groups", 1)
     rstd = torch.empty(*SAMPLE, groups, dtype=torch.float32, device="meta")
     saved = {"suffix": op.backward, "x": x, "mean": rstd, "rstd": rstd, "branch": x if "gate" in given else None}
-    grads = {"grad_out": x, "residual_grad": x if "residual" in given else None}
+    grads = {"grad_out": x, "residual_grad": x if op.outputs[-1].name == "new_residual" else None}
     backward = backward_of(op.name, **(forward._asdict() | saved | grads))
     problems = check_forward(forward).problem, check_backward(backward).problem
     return not any(isinstance(choice.choose(each, SAMPLE[1], device), ReferencePlan) for each in problems)

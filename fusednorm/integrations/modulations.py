@@ -2,8 +2,9 @@
 
     h = residual + gate * branch                or residual + branch, or no sum
     y = norm(h) * (1 + scale) + shift           a norm by hand or torch's; with or without shift and casts
+    y = residual + gate * norm(h)               or tanh(gate)
 
-or as addcmul. A scale may be viewed as x's rows want it behind 1 + scale, too.
+or as addcmul. A scale may be viewed as x's rows want it behind 1 + scale, too, and a gate behind tanh.
 
 Inductor computes the gradients of scale, shift and gate, which are sums over the rows of a sample, in kernels of their
 own, and reads a row twice forward. The op reads and writes each large tensor once in each direction. Its results are
@@ -15,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 
 from ..operands import FORWARD, OPS, WAYS
 from .joining import Joined, behind_float_casts, has_shape_of, is_equal, is_float, narrowed_to
 from .written import Written, kind_of, only_user, terms_of, uncast, value_of, with_number
+
+TANH = torch.tanh, "tanh"
 
 
 class Modulated(NamedTuple):
@@ -49,17 +53,44 @@ def find(norm: Written) -> Iterator[Joined]:
         yield from _with_sum(found)
         if (h := uncast(found.h)) is found.h:
             yield found.joined()
-            return
+            break
         found = _modulated(norm, h)
+    yield from _behind(norm)
+
+
+def _behind(norm: Written) -> Iterator[Joined]:
+    """With a gated residual behind it."""
+    x = norm.x
+    while (narrower := uncast(x)) is not x:
+        x = narrower
+    user, residual, factor = _multiplied(norm)
+    if user is not None and residual is None:
+        product, user = user, only_user(user)
+        terms = terms_of(user, "add") or []
+        residual = terms[terms[0] is product] if product in terms else None
+    view = factor if _is_view(factor) else None
+    gate = uncast(view.args[0] if view else factor)
+    is_tanh = getattr(gate, "target", None) in TANH
+    gate, view = (gate.args[0], view) if is_tanh else (uncast(factor), None)
+    if not has_shape_of(residual, x) or not is_float(gate) or not _is_modulation(view or gate, x):
+        return
+    given = {"x": x, "residual": uncast(residual), "scale": gate, "weight": norm.weight, "bias": norm.bias}
+    tensors = {name: each for name, each in given.items() if each is not None}
+    settings = norm.settings | {"modulate": "tanh" if is_tanh else "identity"}
+    op = OPS[f"{norm.norm}_norm_{WAYS[FORWARD]}_modulated_plus_residual"]
+    yield Joined(norm, op, x, tensors, settings, {narrowed_to(user, x): 0}, {"scale": view} if view else {})
+
+
+def _multiplied(norm: Written) -> tuple[Node | None, Node | None, Node | None]:
+    """What multiplies its result, what that adds, and the factor."""
+    y = behind_float_casts(norm.y)
+    user = only_user(y)
+    added, *factors = terms_of(user, "addcmul", 3) or (None, *(terms_of(user, "mul") or ()))
+    return (user, added, factors[factors[0] is y]) if y in factors else (None, None, None)
 
 
 def _modulated(norm: Written, h: Node) -> Modulated | None:
-    y = behind_float_casts(norm.y)
-    user = only_user(y)
-    shift, *factors = terms_of(user, "addcmul", 3) or (None, *(terms_of(user, "mul") or ()))
-    if y not in factors:
-        return None
-    factor = factors[factors[0] is y]
+    user, shift, factor = _multiplied(norm)
     view = factor if _is_view(factor) else None
     scale, one = with_number(view.args[0] if view else factor)
     scale, y = scale if view else uncast(scale), user

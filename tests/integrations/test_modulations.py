@@ -346,3 +346,53 @@ def test_norms_can_be_left_apart():
     traced = trace(block, join=())
     results(traced, operands())
     assert not calls(traced.forward, "fusednorm.layer_norm_fwd_of_gated_sum_modulated")
+
+
+def lumina(x, residual, gate, norm):
+    return residual + gate.unsqueeze(1).tanh() * norm(x)
+
+
+def mochi(x, residual, gate, norm):
+    return norm(x) * torch.tanh(gate).unsqueeze(1) + residual
+
+
+def without_tanh(x, residual, gate, norm):
+    return residual + norm(x) * gate[:, None]
+
+
+def behind_at_once(x, residual, gate, norm):
+    return torch.addcmul(residual, gate[:, None], norm(x))
+
+
+BEHIND = [lumina, mochi, without_tanh, behind_at_once]
+
+
+def stream_behind(x, residual, scale, shift, gate, weight, written=lumina, norm=rms_by_hand):
+    """As diffusers' Z-Image: a gated residual behind a norm, and a modulated norm of the sum."""
+    h = written(x, residual, gate, functools.partial(norm, weight=weight))
+    return dit(h, scale, shift, functools.partial(layer, weight=None)), h
+
+
+@pytest.mark.parametrize("norm", [rms_by_hand, layer_with_weight], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("written", BEHIND, ids=lambda each: each.__name__)
+def test_a_gated_residual_behind_a_norm_is_joined_too(written, norm):
+    model, given = functools.partial(stream_behind, written=written, norm=norm), operands()
+    traced = trace(model, join="modulated")
+    got, want = results(traced, given), results(model, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert [each.stride() for each in got] == [each.stride() for each in want]
+    kind = "rms" if norm is rms_by_hand else "layer"
+    behind, before = f"fusednorm.{kind}_norm_fwd_modulated_plus_residual", "fusednorm.layer_norm_fwd_modulated"
+    assert ops_in(traced.forward) == [behind, before]
+    assert ops_in(traced.backward) == ["fusednorm.layer_norm_bwd_modulated", f"fusednorm.{kind}_norm_bwd_modulated"]
+    assert {entry.form for entry in inductor.report()} == {"modulated plus residual", "modulated"}
+
+
+@pytest.mark.parametrize("written", [lumina, without_tanh], ids=lambda each: each.__name__)
+def test_bfloat16_behind_a_norm_is_as_exact_as_it_was(written):
+    model, given = functools.partial(stream_behind, written=written), operands(BF16, BF16, tokens=64)
+    got, stock = results(trace(model, join="modulated"), given), results(model, given)
+    exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
