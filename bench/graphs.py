@@ -144,6 +144,10 @@ def modulated_form(x: Tensor, residual: Tensor, scale: Tensor, shift: Tensor, ga
     return fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, eps=EPS)
 
 
+def gated_residual(x: Tensor, residual: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    return residual + gate.tanh() * rms(x, weight)
+
+
 def shapes_of_samples(s: Sizes) -> list[Sizes]:
     """x, and a scale and a shift that the rows of a sample share."""
     return [s, *[(s[0], 1, s[2])] * 2]
@@ -198,6 +202,13 @@ CASES: dict[str, Case] = {
         modulated_layer_of_sum,
         modulated_form,
         lambda s: [s, *shapes_of_samples(s), (s[0], 1, s[2])], (4, 4608, 3072), (2, 8, 32), "modulated",
+    ),
+    "gated_residual": Case(
+        gated_residual,
+        lambda x, residual, weight, gate: fusednorm.rms_norm_add(
+            x, residual, weight, gate=gate, gate_activation="tanh", eps=EPS
+        ),
+        lambda s: [s, s, s[-1:], (s[0], 1, s[2])], (4, 4096, 3840), (2, 8, 32), "modulated plus residual",
     ),
 }  # fmt: skip
 

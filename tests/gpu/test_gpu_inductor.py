@@ -409,11 +409,18 @@ def packed_heads(x, of_linear, of_q, of_k):
     return [F.scaled_dot_product_attention(q, k, v)]
 
 
+def gated_behind(x, residual, gate, weight):
+    """As diffusers' Z-Image has it."""
+    return [residual + gate[:, None].tanh() * F.rms_norm(x, x.shape[-1:], weight, 1e-6)]
+
+
 JOINED = [
     (norm_of_sum, [*[(2, 300, 2048)] * 2, (2048,), (2048, 2048)], "forwards",
      ("rms_norm_fwd_of_sum", "rms_norm_bwd_residual")),
     (packed_heads, [(2, 300, 256), (256, 3 * 512), (64,), (64,)], "packed",
      ("head_norm_fwd", "head_norm_bwd_packed")),
+    (gated_behind, [*[(2, 300, 1536)] * 2, (2, 1536), (1536,)], "modulated",
+     ("rms_norm_fwd_modulated_plus_residual", "rms_norm_bwd_modulated")),
     (block, [*[(2, 300, 1536)] * 2, *[(2, 1536)] * 3], "modulated",
      ("layer_norm_fwd_of_gated_sum_modulated", "layer_norm_bwd_modulated")),
     (gated, [*[(2, 300, 128)] * 2, (128,)], "gated", ("rms_norm_fwd_times_gate", "rms_norm_bwd_times_gate")),
