@@ -56,7 +56,8 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     join says what becomes one op with its norm: "all", a name or some, or () for nothing.
 
     - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
-    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
+    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x; and
+      residual + gate * norm(x), or tanh(gate).
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
     - "packed": norms of q and k that are parts of one tensor beside v, with the gradient of that tensor.
     - "forwards": the forward of rows of more than 1024 columns, with a sum x + residual before the norm if there is
