@@ -49,8 +49,8 @@ class Rotated(NamedTuple):
     @property
     def settings(self) -> Settings:
         of_form = {name: each for name, each in self.norm.settings.items() if name in Settings._fields}
-        layer, rotary_dim = self.norm.norm == "layer", self.turn.rotary_dim
-        return Settings(layer=layer, rotary_dim=rotary_dim, norm_first=self.norm_first, **of_form)
+        turn = self.turn.rotary_dim, self.turn.interleaved
+        return Settings(self.norm.norm == "layer", *turn, norm_first=self.norm_first, **of_form)
 
     @property
     def inputs(self) -> tuple[Node | None, ...]:

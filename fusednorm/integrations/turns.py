@@ -1,10 +1,12 @@
-"""Recognizes what rotates the columns of a tensor (RoPE) in Dynamo's graph, by the halves a and b of x.
+"""Recognizes what rotates the columns of a tensor (RoPE) in Dynamo's graph, by the halves a and b of x, or by pairs.
 
     x * cos + cat([-b, a], -1) * sin
     cat([a * cos - b * sin, b * cos + a * sin], -1)     where cos and sin have half as many columns
     cat([that, rest], -1)                               of x's first columns, where rest are the others
+    x * cos + stack([-b, a], -1).flatten(3) * sin       where a and b are the even and the odd columns
 
-Each is recognized with the other signs before sin, too.
+The first three are recognized with the other signs before sin, too. In the last one, as diffusers' FLUX has it, a and b
+are taken from a view by unbind, as halves may be; x may be cast before its products.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch.fx import Node
 
 from .paying import reached
 from .written import is_same, kind_of, only_user, other_factor, terms_of, value_of
 
+VIEWS = "view", "reshape", "unflatten", "flatten", torch.reshape, torch.unflatten, torch.flatten
+UNBIND = "unbind", torch.unbind
 STEPS = ("add", "sub", "mul", "neg", "cat", "chunk", "getitem")
 
 
@@ -29,11 +34,12 @@ class Turn(NamedTuple):
     sin: Node
     is_backward: bool  # with the other signs
     rotary_dim: int | None = None  # the columns that are rotated, if cos has half as many
+    interleaved: bool = False  # by pairs
 
 
 def find_turn(x: Node) -> Turn | None:
     """The rotation of all columns or of the first ones."""
-    return _of_all(x) or _of_first(x)
+    return _of_all(x) or _of_first(x) or _of_unbound(x)
 
 
 def find_turn_to(y: Node) -> Turn | None:
@@ -61,6 +67,59 @@ def _at_once(x: Node, product: Node, first: Node, second: Node) -> Turn | None:
     tables = other_factor(x, product), other_factor(turned, turned_product)
     is_sum = {*(terms_of(y, "add") or ())} == {product, turned_product} and only_user(turned_product) is y
     return Turn(x, y, *tables, is_backward) if is_sum and all(isinstance(each, Node) for each in tables) else None
+
+
+def _of_unbound(x: Node) -> Turn | None:
+    """The rotation of all columns whose halves, or pairs, are a dim of a view."""
+    split = next((user for user in x.users if user.target in VIEWS), None)
+    first, second, interleaved = _unbound(x, split)
+    negative = only_user(second)
+    turned = only_user(negative)
+    if kind_of(negative) != "neg" or (_stacked if interleaved else _joined)(turned) != (negative, first):
+        return None
+    if interleaved:
+        turned = only_user(turned)
+        if getattr(turned, "target", None) not in VIEWS or value_of(turned).shape != value_of(x).shape:
+            return None
+    others = [user for user in x.users if user is not split]
+    if len(others) != 1:
+        return None
+    wide, turned = (others[0] if kind_of(others[0]) == "cast" else x), _behind_cast(turned)
+    product = only_user(wide) if wide is not x else others[0]
+    turned_product, y = only_user(turned), only_user(product)
+    tables = other_factor(wide, product), other_factor(turned, turned_product)
+    is_sum = {*(terms_of(y, "add") or ())} == {product, turned_product} and only_user(turned_product) is y
+    if not is_sum or not all(isinstance(each, Node) for each in tables):
+        return None
+    return Turn(x, y, *tables, False, interleaved=interleaved)
+
+
+def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, bool]:
+    """The halves of x that a view has, and whether these are the columns of even and of odd places."""
+    unbound = only_user(split)
+    if getattr(unbound, "target", None) not in UNBIND:
+        return None, None, False
+    given = dict(zip(("input", "dim"), unbound.args, strict=False)) | unbound.kwargs
+    *rows, cols = value_of(x).shape
+    parts = {each.args[1]: each for each in unbound.users if kind_of(each) == "getitem"}
+    shape = [*value_of(split).shape]
+    for dim, interleaved in ((-1, True), (-2, False)):
+        halves = [cols // 2, 2][:: 1 if interleaved else -1]
+        is_there = shape == [*rows, *halves] and given.get("dim", 0) in (dim, len(shape) + dim)
+        if is_there and len(unbound.users) == 2 and {*parts} == {0, 1}:
+            return parts[0], parts[1], interleaved
+    return None, None, False
+
+
+def _behind_cast(node: Node) -> Node:
+    return user if kind_of(user := only_user(node)) == "cast" else node
+
+
+def _stacked(node: Node | None) -> tuple[Node, ...]:
+    """The tensors whose columns alternate in a node, if a last dim has one of each."""
+    given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs if node is not None else {}
+    is_last = getattr(node, "target", None) is torch.stack and given.get("dim", 0) in (-1, value_of(node).dim() - 1)
+    return tuple(given["tensors"]) if is_last else ()
 
 
 def _by_halves(x: Node, halves: Sequence[Node]) -> Turn | None:

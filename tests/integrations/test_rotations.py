@@ -90,6 +90,20 @@ def turn_halves_backward(x, cos, sin):
     return torch.cat([a * cos + b * sin, a * (-sin) + b * cos], -1).type_as(x)
 
 
+def turn_pairs(x, cos, sin):
+    """As diffusers' FLUX."""
+    a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack([-b, a], dim=-1).flatten(3)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
+def turn_unbound_halves(x, cos, sin):
+    """As diffusers' CogView4."""
+    a, b = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    turned = torch.cat([-b, a], dim=-1)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
 def turn_in_part(x, cos, sin):
     size = cos.shape[-1]
     return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
@@ -305,6 +319,20 @@ def test_results_may_be_written_and_made_anew(model, swaps):
 
 
 WAYS = [turn_chunks, turn_backward, turn_by_halves, turn_halves_backward]
+UNBOUND = [turn_pairs, turn_unbound_halves]
+
+
+@pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("swaps", ["behind", "before", "never"])
+@pytest.mark.parametrize("way", UNBOUND, ids=lambda way: way.__name__)
+def test_pairs_and_halves_that_a_view_has_are_found(way, swaps, norm):
+    model, given = functools.partial(attention, turn=way, swaps=swaps, norm=norm), operands(BF16, table_dtype=FP32)
+    traced = trace(model)
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(FP32).requires_grad_(each.requires_grad) for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-5
+    assert joined(traced) == (1, 1)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
@@ -329,6 +357,21 @@ def test_dims_may_be_named():
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert joined(traced) == (1, 1)
+
+
+def wrong_pairs(x, cos, sin):
+    a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return x * cos + torch.stack([-b, a], dim=-2).flatten(3) * sin
+
+
+def pairs_of_other_dims(x, cos, sin):
+    a, b = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+    return x * cos + torch.stack([-b, a], dim=-1).flatten(3) * sin
+
+
+def positive_pairs(x, cos, sin):
+    a, b = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return x * cos + torch.stack([b, -a], dim=-1).flatten(3) * sin
 
 
 def wrong_chunks(x, cos, sin):
@@ -397,6 +440,7 @@ def trained(x, cos, sin):
 
 OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled, reflected, minus_cos, two_sines]
 OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained]
+OTHERS += [wrong_pairs, pairs_of_other_dims, positive_pairs]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
