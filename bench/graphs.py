@@ -62,6 +62,7 @@ class Case(NamedTuple):
     tiny: Sizes
     joined: str = ""  # what the report says if more than a backward becomes an op; then the way "apart" is timed, too
     tables: int = 0  # of a rotation, the last tensors
+    asks: bool = False  # for a join that is none by default: the way "all" is timed, too
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -209,6 +210,7 @@ CASES: dict[str, Case] = {
             x, residual, weight, gate=gate, gate_activation="tanh", eps=EPS
         ),
         lambda s: [s, s, s[-1:], (s[0], 1, s[2])], (4, 4096, 3840), (2, 8, 32), "modulated plus residual",
+        asks=True,
     ),
 }  # fmt: skip
 
@@ -257,6 +259,8 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     made = make(name, device, tiny)
     grads = [_gradient_of(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
+    if CASES[name].asks:
+        backends["all"] = partial(inductor.compile_graph, options={"join": "all"})
     if CASES[name].joined:
         backends["apart"] = partial(inductor.compile_graph, options={"join": ()})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}

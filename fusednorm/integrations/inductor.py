@@ -42,7 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-DEFAULT = "all"  # what enable_inductor joins
+DEFAULT = "rotary", "modulated", "gated", "packed", "forwards"  # what enable_inductor joins: a GPU has timed it
 _joins = rewriting.joins_of(DEFAULT)  # the last ones given
 
 
@@ -53,11 +53,13 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, but for very wide rows and those that are joined.
 
-    join says what becomes one op with its norm: "all", a name or some, or () for nothing.
+    join says what becomes one op with its norm: a name or some, "all", or () for nothing. By default these are all but
+    "pairs" and "behind", which no GPU has timed in graphs yet.
 
-    - "rotary": the norms of q and k and the rotation (RoPE) behind both or before them.
-    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x; and
-      residual + gate * norm(x), or tanh(gate).
+    - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
+    - "pairs": the same for rotations by pairs.
+    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
+    - "behind": residual + gate * norm(x), or tanh(gate).
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
     - "packed": norms of q and k that are parts of one tensor beside v, with the gradient of that tensor.
     - "forwards": the forward of rows of more than 1024 columns, with a sum x + residual before the norm if there is

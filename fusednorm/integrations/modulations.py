@@ -53,13 +53,12 @@ def find(norm: Written) -> Iterator[Joined]:
         yield from _with_sum(found)
         if (h := uncast(found.h)) is found.h:
             yield found.joined()
-            break
+            return
         found = _modulated(norm, h)
-    yield from _behind(norm)
 
 
-def _behind(norm: Written) -> Iterator[Joined]:
-    """With a gated residual behind it."""
+def find_behind(norm: Written) -> Iterator[Joined]:
+    """To join it with a gated residual behind it."""
     x = norm.x
     while (narrower := uncast(x)) is not x:
         x = narrower

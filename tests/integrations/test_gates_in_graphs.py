@@ -162,9 +162,8 @@ def test_one_names_what_is_joined(join, gated, modulated):
 
 @pytest.mark.parametrize("join", ["gates", ["gated", 1], None, True])
 def test_other_names_are_refused(join):
-    with pytest.raises(ValueError, match=re.escape(
-        f"join must be 'all' or names among 'rotary', 'modulated', 'gated', 'packed', 'forwards', got {join!r}"
-    )):  # fmt: skip
+    names = "'rotary', 'pairs', 'modulated', 'behind', 'gated', 'packed', 'forwards'"
+    with pytest.raises(ValueError, match=re.escape(f"join must be 'all' or names among {names}, got {join!r}")):
         fusednorm.enable_inductor(join=join)
 
 
