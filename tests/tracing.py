@@ -73,9 +73,15 @@ def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = 
         graph.graph.lint()
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
+    def fold_and_keep(graph: GraphModule, inputs: list) -> Callable:
+        if not stock:
+            folding.fold(graph.graph, joins)
+        return keep(traced.forwards, graph, inputs)
+
     def compile(graph: GraphModule, inputs: list) -> Callable:
         compiler = aot_autograd(
             fw_compiler=functools.partial(keep, traced.forwards),
+            inference_compiler=fold_and_keep,
             bw_compiler=functools.partial(keep, traced.backwards),
             decompositions=select_decomp_table(),
             partition_fn=min_cut_rematerialization_partition if stock else fold_and_partition,
