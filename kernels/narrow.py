@@ -186,7 +186,7 @@ def forward(
     x_ptrs, weight_ptrs, bias_ptrs, cos_ptr, sin_ptr, y_ptrs, rows, ctas, share, sizes, x_strides, table_strides,
     eps: "fp64", cols: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Stores y, contiguous, of the CTA's row tiles, of which there is one with tile.one_tile. x is loaded first: a CTA
+    """Stores y, contiguous, of the CTA's row tiles. With tile.one_tile it has one. x is loaded first: a CTA
     waits for what it loads once."""
     part = part_of_grid(ctas, share, tile)
     x_ptr = pick(x_ptrs, part, 0, tile)

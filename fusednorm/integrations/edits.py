@@ -61,7 +61,7 @@ def _packed_as(got: Tensor, like: Tensor) -> Tensor:
 
 
 def without_offset(weight: Any) -> tuple[Any, float]:
-    """The tensor and the number of which the weight is the sum."""
+    """The weight as tensor + number. The number is 0 if the weight is no such sum."""
     if isinstance(weight, Node) and weight.target is aten.add.Tensor and not weight.kwargs:
         tensor, number = weight.args
         if isinstance(number, (int, float)) and dtype_of(tensor) == dtype_of(weight):

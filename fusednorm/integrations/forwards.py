@@ -121,8 +121,8 @@ def _folded(node: Node, op: Op) -> Folded:
 
 
 def _summands(h: Node, node: Node) -> tuple[Node, Node] | None:
-    """The two tensors of h's shape of which h is the sum, if h is made where the norm is: both are computed again for
-    the backward, or neither."""
+    """The two summands of h, if they have its shape and h is made where the norm is: both are computed again for the
+    backward, or neither."""
     if h.target is not aten.add.Tensor or h.kwargs or not all(isinstance(each, Node) for each in h.args):
         return None
     if any(h.meta.get(tag) != node.meta.get(tag) for tag in TAGS):

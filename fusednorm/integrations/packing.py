@@ -221,7 +221,7 @@ def _concatenated(dq: Node, dk: Node) -> tuple[Node, Node, list[Tensor]] | None:
 
 
 def _start_of(piece: Node) -> Node:
-    """The node of which the piece is what only moves its elements."""
+    """The node that the piece comes from, behind what only moves elements."""
     while piece.target in RESHAPED | COPIED | MOVED and len(piece.args[0].users) == 1:
         piece = piece.args[0]
     return piece
