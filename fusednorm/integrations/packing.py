@@ -350,6 +350,7 @@ def _pays(found: Packed) -> bool:
     moved = sum(2 * size for grad, size in pairs if paying.is_computed(grad))
     moved += 2 * (many + kv_count) * paying.is_computed_with(found.gradient)
     norm = "layer" if found.q.settings.layer else "rms"
+    # Norms that rotations.py has joined save the concatenation alone, which reads and writes each element.
     saved = limits.saved_tensors[norm if any(found.q.sums) else "no sums"] if found.q.forward is not None else 2
     return moved < saved * many or not moved
 
