@@ -1,19 +1,22 @@
 """Times and checks every candidate of the planner, shape by shape.
 
     python -m bench.sweep --shapes 16384x4096 4096x5120 --direction backward --variants pipelined multi_wave
+    python -m bench.sweep --shapes 5461x12288 --variants async_copy multi_wave --of A100 "RTX 4090"
 
-Plans are compiled in parallel first, and a plan that spills is not timed. Each is checked against float64 autograd,
-then timed beside the others and the floor. One JSON line per case, with all its plans, goes to plans.jsonl. Exit code 1
-if an output is wrong, 2 without a CUDA GPU.
+--of takes the candidates of other GPUs, which this one runs as they are. Plans are compiled in parallel first, and a
+plan that spills is not timed. Each is checked against float64 autograd, then timed beside the others and the floor. One
+JSON line per case, with all its plans, goes to plans.jsonl. Exit code 1 if an output is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import sys
+from multiprocessing.pool import Pool
 
 import torch
 
@@ -57,11 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine() | {"run": options.run}
     path = results_path(options.out, machine, "plans")
     wrong = 0
-    for case in plain_cases(options):
-        record = machine | sweep(case, options)
-        save([record], path)
-        report(case, record["timed"])
-        wrong += sum(each.get("wrong", False) for each in record["timed"])
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        for case in plain_cases(options):
+            record = machine | sweep(case, options, pool)
+            save([record], path)
+            report(case, record["timed"])
+            wrong += sum(each.get("wrong", False) for each in record["timed"])
     return 1 if wrong else 0
 
 
@@ -73,6 +77,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     text = "default: multi_wave pipelined (python -m fusednorm plan --help lists the variants)"
     variants = ["multi_wave", "pipelined"]
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=variants, help=text)
+    text = "GPUs whose candidates are timed (default: this one)"
+    parser.add_argument("--of", nargs="+", type=gpus.named, default=[], metavar="GPU", help=text)
     parser.add_argument("--rounds", type=int, default=15, help="timed replays of each plan (default: 15)")
     parser.add_argument("--run", default="sweep", help="name of this run in its lines (default: sweep)")
     add_out_argument(parser)
@@ -108,15 +114,16 @@ def prepare(case: BenchCase, inputs: BenchInputs, direction: str, plan: Plan):
     return launch.on_tensors(make_call(case, inputs, direction), plan)
 
 
-def sweep(case: BenchCase, options: argparse.Namespace) -> dict:
+def sweep(case: BenchCase, options: argparse.Namespace, pool: Pool) -> dict:
     """A record of the case: for each plan its time, or the reason why it has none."""
     inputs = make_bench_inputs(case, "cuda")
     device = gpus.spec_of(inputs.x.device)
     problem = make_call(case, inputs, options.direction).problem
-    plans = [plan for variant in options.variants for plan in candidates(variant, problem, device)]
+    pairs = itertools.product(options.variants, options.of or [device])
+    found = itertools.chain.from_iterable(candidates(variant, problem, of) for variant, of in pairs)
+    plans = list(dict.fromkeys(found))
     jobs = [(case, options.direction, plan, device.arch) for plan in plans]
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        compiled = pool.map(compile_plan, jobs, chunksize=1)
+    compiled = pool.map(compile_plan, jobs, chunksize=1)
     want = exact(case, inputs)
     names = ("y", "mean", "rstd") if options.direction == "forward" else ("dx", "dweight", "dbias")
     calls, entries = {FLOOR: floor_call(options.direction, inputs)}, []

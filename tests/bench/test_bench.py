@@ -288,11 +288,12 @@ def test_a_sweep_writes_a_line_of_all_plans_with_a_time_or_the_reason_for_none(m
     monkeypatch.setattr(sweep, "describe_machine", lambda: MACHINE)
     monkeypatch.setattr(sweep, "make_bench_inputs", lambda case, device: make_bench_inputs(case, "cpu"))
     monkeypatch.setattr(sweep.gpus, "spec_of", lambda device: H200)
-    monkeypatch.setattr(sweep, "candidates", lambda *_: plans)
+    monkeypatch.setattr(sweep, "candidates", lambda variant, problem, of: plans[2:] if of is H200 else plans[:3])
     monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda way: type("Context", (), {"Pool": Pool}))
     monkeypatch.setattr(sweep, "prepare", prepare)
     monkeypatch.setattr(sweep, "time_interleaved", lambda calls, rounds: dict.fromkeys(calls, TIMES))
     arguments = ["--shapes", "8x64", "--norms", "layer", "--dtype", "fp32", "--variants", "multi_wave"]
+    arguments += ["--of", "A100", "H200"]
     assert sweep.main([*arguments, "--run", "mine", "--out", str(tmp_path)]) == 1, "one plan is wrong"
     (line,) = (tmp_path / "nvidia-h200-nvl/plans.jsonl").read_text().splitlines()
     record = json.loads(line)
