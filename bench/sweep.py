@@ -87,11 +87,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def compile_plan(job: tuple) -> tuple[int, int] | str:
     """(registers, stack bytes) of the plan's largest kernel, or why the plan does not compile."""
-    from fusednorm.tools import compilation
+    from .resources import resources
 
     case, direction, plan, arch = job
     try:
-        used = [compilation.resources(launch, arch) for launch in prepare(case, meta_inputs(case), direction, plan)[0]]
+        used = [resources(launch, arch) for launch in prepare(case, meta_inputs(case), direction, plan)[0]]
     except Exception as error:  # goes into the plan's entry and does not end the sweep
         return reason(error)
     return max(r.registers for r in used), max(r.stack_bytes for r in used)

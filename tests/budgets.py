@@ -47,15 +47,15 @@ def triton_release() -> tuple[int, int]:
 
 def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str]:
     """Where the compiler's builds of a plan differ from its budget."""
+    from bench.resources import resources
     from fusednorm.host import launch
-    from fusednorm.tools import compilation
 
     found = []
     with mock.patch.object(gpus, "spec_of", lambda _: device):
         launches = launch.on_tensors(meta_call(problem), plan)[0]
     for each in launches:
         name = each.kernel.__name__
-        used = compilation.resources(each, device.arch)
+        used = resources(each, device.arch)
         if used.stack_bytes:
             found.append(f"{name} spills {used.stack_bytes} bytes a thread")
         if name in FINALIZING:

@@ -79,15 +79,15 @@ def plans_of(sums: Sums, device) -> list[SumPlan]:
 
 def complaints(sums: Sums, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
+    from bench.resources import resources
     from fusednorm.columns import launch as launch_columns
-    from fusednorm.tools import compilation
 
     device, found = EVERY_ARCHITECTURE[arch], []
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     for plan in plans_of(sums, device):
         launches = launch_columns.program_of(call, column_plan.Choice(plan, num_splits=2)).launches
         for launch, of in zip(launches, (plan, column_plan.finalizer(device)), strict=True):
-            used = compilation.resources(launch, arch)
+            used = resources(launch, arch)
             if used.stack_bytes:
                 found.append(f"{of} spills {used.stack_bytes} bytes a thread")
             if used.registers > of.max_registers:

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 import apart
 import pytest
 import torch
-
-from fusednorm.tools.interpreter import enable_interpreter
+from interpreting import enable_fast_interpreter
 
 if find_spec("triton") is None:
     collect_ignore = [folder for folders in apart.FOLDERS for folder in folders]  # these tests compile kernels
@@ -36,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
     if not apart.serving:
-        enable_interpreter()
+        enable_fast_interpreter()
         config.pluginmanager.register(apart.Processes())
 
 

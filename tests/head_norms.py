@@ -153,11 +153,11 @@ def launches_of(case: HeadCase, arch: int) -> list:
 
 def complaints(case: HeadCase, arch: int) -> list[str]:
     """Where the compiler's builds differ from what the plans expect, in a process that does not interpret."""
-    from fusednorm.tools import compilation
+    from bench.resources import resources
 
     found = []
     for plan, launch in launches_of(case, arch):
-        used, most = compilation.resources(launch, arch), launch.options.get("maxnreg", 255)
+        used, most = resources(launch, arch), launch.options.get("maxnreg", 255)
         if used.stack_bytes or used.registers > most:
             of_it = f"{used.registers} registers of {most}, {used.stack_bytes} bytes of stack"
             found.append(f"{launch.kernel.__name__} by {plan} takes {of_it}")
@@ -165,9 +165,9 @@ def complaints(case: HeadCase, arch: int) -> list[str]:
 
 
 def shared_bytes_of_forward(case: HeadCase, arch: int) -> int:
-    from fusednorm.tools import compilation
+    from bench.resources import resources
 
-    return compilation.resources(launches_of(case, arch)[0][1], arch).shared_bytes
+    return resources(launches_of(case, arch)[0][1], arch).shared_bytes
 
 
 def gradients(outputs, given: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -59,7 +59,7 @@ def digest(build: Build) -> tuple[int, str]:
 
 def instructions(cubin: bytes) -> list[str]:
     """SASS without addresses, encodings and the offsets of parameters."""
-    from fusednorm.tools.compilation import CUOBJDUMP
+    from bench.resources import CUOBJDUMP
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -66,9 +66,9 @@ def prepare(options: argparse.Namespace) -> contextlib.AbstractContextManager:
     """In which this process can run calls."""
     if options.device == "cuda":
         return contextlib.nullcontext()
-    from fusednorm.tools.interpreter import enable_interpreter
+    from tests.interpreting import enable_fast_interpreter
 
-    enable_interpreter()
+    enable_fast_interpreter()
     from fusednorm.host.kernel_devices import kernels_on
 
     return kernels_on("cpu")

@@ -138,6 +138,6 @@ LOOP = """
 )
 def test_a_spill_counts_unless_it_is_stored_before_and_loaded_after_the_loops(sass, in_a_loop):
     pytest.importorskip("triton")
-    from fusednorm.tools.compilation import spills_in_loops
+    from bench.resources import spills_in_loops
 
     assert spills_in_loops(sass) == in_a_loop

@@ -1,4 +1,4 @@
-"""Triton's interpreter, as fusednorm.tools.interpreter patches it, rounds as a GPU does and works with this numpy."""
+"""Triton's interpreter, as tools/interpreter.py and interpreting.py patch it, rounds as a GPU does, with this numpy."""
 
 from __future__ import annotations
 
