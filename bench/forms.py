@@ -7,16 +7,14 @@
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
 kernel for each direction with the same large reads and writes. Every candidate is compared with float64 first. One JSON
-line per candidate goes to forms.jsonl. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+line per candidate goes to forms.jsonl. Processes compile the next cases meanwhile. Exit code 1 if a result is wrong, 2
+without a CUDA GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ import fusednorm
 from fusednorm.operands import FORMS, OPS, Role, Slot
 from fusednorm.tools.console import print_table
 
+from . import ahead
 from .cases import DTYPES, SHAPE_HELP, add_norms_argument, dtype_name, make_parser, parse_shape
 from .peers import packages
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
@@ -287,20 +286,17 @@ def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor]
     return (*(each.detach() for each in outputs), *found)
 
 
-def compile_ahead(cases: list[FormCase], names: Collection[str]) -> None:
-    """Runs every candidate once in processes, so that its kernels are in the caches of Triton and Inductor."""
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 2)) as pool:
-        pool.starmap(compile_candidates, [(case, names) for case in cases], chunksize=1)
+def compile_jobs(case: FormCase, names: Collection[str]) -> Iterator[tuple]:
+    """What `ahead.in_turn` runs for a case: of each candidate whose kernels lie in a cache."""
+    for name in candidates(case, [name for name in names if name not in ("eager", "quack")]):
+        autotuned = name == "fla" and case.form == "times_gate" and not case.group_size
+        parts = range(ahead.PARTS if autotuned else 1)
+        yield from ((compile_candidate, case, name, *of) for of in itertools.product((False, True), parts))
 
 
-def compile_candidates(case: FormCase, names: Collection[str]) -> None:
-    with functorch_config.patch(donated_buffer=False):
-        for call in candidates(case, names).values():
-            with contextlib.suppress(Exception):  # is told when the candidate is timed
-                given = case.inputs()
-                outputs = call(case, given)
-                torch.autograd.grad(outputs, list(given.values()), [torch.ones_like(each) for each in outputs])
-    torch.cuda.empty_cache()
+def compile_candidate(case: FormCase, name: str, gradients: bool, part: int) -> None:
+    given, call = case.inputs(), candidates(case, [name])[name]
+    ahead.compile_call(lambda: call(case, given), list(given.values()), gradients, part)
 
 
 def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str] = NAMES) -> Iterator[dict]:
@@ -383,9 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     machine, wrong, rows = describe_machine(), 0, []
     path = results_path(options.out, machine, "forms")
-    cases = list(make_cases(options))
-    compile_ahead(cases, options.candidates)
-    for case in cases:
+    for case in ahead.in_turn(list(make_cases(options)), lambda case: compile_jobs(case, options.candidates)):
         with functorch_config.patch(donated_buffer=False):  # a backward is timed many times
             records = [machine | each for each in measure(case, options.rounds, options.directions, options.candidates)]
         save(records, path)

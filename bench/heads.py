@@ -7,7 +7,7 @@ Candidates: ours; "norms", a norm of ours for each of q and k, where nothing is 
 mode and by torch.compile. The floor is a stream kernel for each direction with the same large reads and writes: of q
 and k, and of v's part of a packed gradient. Times with a rotation have the same floor: cos and sin are read beside it.
 Every candidate is compared with float64 first. One JSON line per candidate goes to heads.jsonl. --sweep also times
-other plans than the planner's. All kernels are compiled in parallel first. Exit code 1 if a result is wrong, 2 without
+other plans than the planner's. Processes compile the next cases meanwhile. Exit code 1 if a result is wrong, 2 without
 a CUDA GPU.
 """
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +39,7 @@ from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import ReferencePlan
 from fusednorm.tools.console import print_table
 
+from . import ahead
 from .cases import DTYPES, dtype_name, make_parser
 from .forms import BLOCK, FACTOR, FLOOR, WAYS, all_of, calls_of, errors_of, stream
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
@@ -239,21 +238,18 @@ def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
     return [each for way in head_call.both_ways(forward, packed, packing) for each in head_call.calls_of(way)]
 
 
-def compile_ahead(cases: list[HeadCase], device: DeviceSpec, options: argparse.Namespace) -> None:
-    """Compile kernels in processes: those of ours into Triton's cache, where no build depends on the number of tokens,
-    and the graphs of torch.compile into Inductor's."""
-    kinds = dict.fromkeys(replace(case, tokens=4096) for case in cases)
-    plans = {case: [None, *(swept(case, device).values() if options.sweep else ())] for case in kinds}
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        pool.map(compile_plans, [(case, device, how) for case, hows in plans.items() for how in hows], chunksize=1)
-        if "inductor" in options.candidates:
-            pool.map(compile_graphs, cases, chunksize=1)
+def compile_jobs(case: HeadCase, device: DeviceSpec, options: argparse.Namespace) -> Iterator[tuple]:
+    """What `ahead.in_turn` runs for a case. No build of ours depends on the number of tokens."""
+    kind = replace(case, tokens=4096)
+    hows = [None, *(swept(kind, device).values() if options.sweep else ())]
+    yield from ((compile_plans, kind, device, how) for how in hows)
+    if "inductor" in options.candidates:
+        yield from ((compile_graphs, case, gradients) for gradients in (False, True))
 
 
-def compile_plans(job: tuple) -> None:
+def compile_plans(case: HeadCase, device: DeviceSpec, how: tuple[str, Shape] | None) -> None:
     from fusednorm.tools import compilation
 
-    case, device, how = job
     for call in calls_of_kernels(case):
         plan = head_plan.choose(call.problem, device)
         if how and how[0] == call.problem.direction:
@@ -263,13 +259,10 @@ def compile_plans(job: tuple) -> None:
                 compilation.compile_for(each, device.arch)
 
 
-def compile_graphs(case: HeadCase) -> None:
-    with contextlib.suppress(Exception), functorch_config.patch(donated_buffer=False):
-        given = case.inputs()
-        run = candidates(case, ["inductor"])["inductor"]
-        outputs = run(case, given, case.tables(next(iter(given.values()))))
-        torch.autograd.grad(outputs, list(given.values()), [torch.ones_like(each) for each in outputs])
-    torch.cuda.empty_cache()
+def compile_graphs(case: HeadCase, gradients: bool) -> None:
+    given, call = case.inputs(), candidates(case, ["inductor"])["inductor"]
+    tables = case.tables(next(iter(given.values())))
+    ahead.compile_call(lambda: call(case, given, tables), list(given.values()), gradients)
 
 
 def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
@@ -351,9 +344,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     machine, wrong, rows, end = describe_machine(), 0, [], time.monotonic() + 60 * options.minutes
     path = results_path(options.out, machine, "heads")
-    cases = list(make_cases(options))
-    compile_ahead(cases, gpus.spec_of(torch.device("cuda", torch.cuda.current_device())), options)
-    for at, case in enumerate(cases):
+    cases, device = list(make_cases(options)), gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
+    for at, case in enumerate(ahead.in_turn(cases, lambda case: compile_jobs(case, device, options))):
         if time.monotonic() > end:
             print(f"{len(cases) - at} of {len(cases)} cases are left, because the time is over", flush=True)
             break
