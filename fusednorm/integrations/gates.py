@@ -45,8 +45,7 @@ def _joined(
     norm: Written, of_x: Written, norm_before_gate: bool, x: Node, y: Node, gate: tuple[Node, str], groups: int = 1
 ) -> Joined:
     """of_x: the norm as that of x."""
-    given = {"x": x, "gate": gate[0], "weight": of_x.weight, "bias": of_x.bias}
-    tensors = {name: each for name, each in given.items() if each is not None}
+    tensors = {"x": x, "gate": gate[0], "weight": of_x.weight, "bias": of_x.bias}
     settings = of_x.settings | {"activation": gate[1], "groups": groups}
     return Joined(norm, OPS[gated_op(norm.norm, norm_before_gate)], x, tensors, settings, {y: 0})
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..dtypes import FLOAT_DTYPES
 from ..host import gpus
 from ..namespace import TORCH_OPS
-from ..operands import OPS, WAYS, Op, Role, backward_of, operands_of
+from ..operands import FORWARD, OPS, WAYS, Op, Role, backward_of, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
@@ -39,8 +39,8 @@ class Joined(NamedTuple):
 
     norm: Written
     op: Op
-    h: Node  # of y's shape and dtype
-    tensors: dict[str, Node]  # operands
+    h: Node  # of y's shape
+    operands: dict[str, Node | None]  # tensors
     settings: dict[str, Any]  # operands of the op's form; its y_dtype is that of y
     replaced: dict[Node, int]  # the results that the op has, y first, and at which place
     views: dict[str, Node] = {}  # of operands that the op gets as views: of what has their shape and dtype
@@ -50,8 +50,18 @@ class Joined(NamedTuple):
         return next(iter(self.replaced))
 
     @property
+    def tensors(self) -> dict[str, Node]:
+        return {name: each for name, each in self.operands.items() if each is not None}
+
+    @property
     def inputs(self) -> list[Node]:
         return [*self.tensors.values()]
+
+    @property
+    def place(self) -> Node:
+        """The first node behind which the op can stand, and before what only looks at the results, such as code without
+        gradients."""
+        return max(min(self.replaced), *self.inputs)
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -60,9 +70,8 @@ class Joined(NamedTuple):
 
     def arguments(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The op's, with these tensors."""
-        h = value_of(self.h)
-        own = {"normalized_shape": [h.shape[-1]], "eps": self.norm.eps, "y_dtype": h.dtype}
-        return tensors | self.settings | own
+        cols, y_dtype = value_of(self.h).shape[-1], value_of(self.y).dtype
+        return tensors | self.settings | {"normalized_shape": [cols], "eps": self.norm.eps, "y_dtype": y_dtype}
 
     def users(self) -> set[Node]:
         """What uses the results beside the code that the op replaces."""
@@ -72,6 +81,12 @@ class Joined(NamedTuple):
             if node not in self.replaced and not gone.issuperset(node.users):
                 gone.remove(node)
         return {user for each in self.replaced for user in each.users} - gone
+
+
+def alone(norm: Written) -> Joined:
+    """A norm by hand as an op of its own."""
+    op = OPS[f"{norm.norm}_norm_{WAYS[FORWARD]}_affine"]
+    return Joined(norm, op, norm.x, {"x": norm.x, "weight": norm.weight}, norm.settings, {norm.y: 0})
 
 
 Finder = Callable[[Written], Iterable[Joined]]  # the ways to see a norm, the best first
@@ -91,7 +106,7 @@ def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int
 def make_op(graph: Graph, found: Joined, mark: str, made: dict[Node, Node]) -> None:
     """Replace the norm, and add what replaces it to `made`, which has what replaces results of norms before."""
     tensors = {name: made.get(each, each) for name, each in found.tensors.items()}
-    with graph.inserting_before(min(found.users())):
+    with graph.inserting_before(found.place.next):
         for name, view in found.views.items():
             tensors[name] = graph.create_node(view.op, view.target, (tensors[name], *view.args[1:]), view.kwargs)
             tensors[name].meta = dict(view.meta)
@@ -103,7 +118,7 @@ def make_op(graph: Graph, found: Joined, mark: str, made: dict[Node, Node]) -> N
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
         made[old] = new
-    for way in WAYS.values():
+    for way in WAYS.values() if routing.is_joined(mark) else ():
         of = OPS[f"{found.norm.norm}_norm_{way}"]
         routing.note(of, value_of(found.h), True, REASON, op.meta, routing.form_of_join(found.op))
 
@@ -115,7 +130,7 @@ def _is_taken(found: Joined) -> bool:
     if stream != {h.dtype} or is_wide or V.aot_compilation:
         return False
     users, are_packed = found.users(), all(value_of(each).is_contiguous() for each in found.replaced)
-    if not users or max(found.inputs) > min(users) or not are_packed:
+    if not users or max(found.inputs) > min(users) or not are_packed or _has_switch(min(found.replaced), found.place):
         return False
     arguments = found.arguments(tensors)
     try:
@@ -123,6 +138,15 @@ def _is_taken(found: Joined) -> bool:
     except RuntimeError:
         return False
     return h.device.type != "cuda" or has_kernels(found.op, arguments, gpus.spec_of(h.device))
+
+
+def _has_switch(first: Node, last: Node) -> bool:
+    """Whether gradients are turned on or off from one node to a later one."""
+    while first is not last:
+        first = first.next
+        if first.target is torch._C._set_grad_enabled:
+            return True
+    return False
 
 
 def has_kernels(op: Op, arguments: dict[str, Any], device: DeviceSpec) -> bool:

@@ -39,8 +39,8 @@ class Modulated(NamedTuple):
     def joined(self, of: str = "", **rows: Node) -> Joined:
         """With rows in place of h."""
         op = OPS[f"{self.norm.norm}_norm_{WAYS[FORWARD]}{of}_modulated"]
-        given = {"weight": self.norm.weight, "bias": self.norm.bias, "scale": self.scale, "shift": self.shift}
-        tensors = {name: each for name, each in given.items() if each is not None} | (rows or {"x": self.h})
+        tensors = {"weight": self.norm.weight, "bias": self.norm.bias, "scale": self.scale, "shift": self.shift}
+        tensors |= rows or {"x": self.h}
         replaced = {self.y: 0} | ({self.h: len(op.outputs) - 1} if rows else {})
         views = {"scale": self.view} if self.view else {}
         return Joined(self.norm, op, self.h, tensors, self.norm.settings, replaced, views)
@@ -73,8 +73,7 @@ def find_behind(norm: Written) -> Iterator[Joined]:
     gate, view = (gate.args[0], view) if is_tanh else (uncast(factor), None)
     if not has_shape_of(residual, x) or not is_float(gate) or not _is_modulation(view or gate, x):
         return
-    given = {"x": x, "residual": uncast(residual), "scale": gate, "weight": norm.weight, "bias": norm.bias}
-    tensors = {name: each for name, each in given.items() if each is not None}
+    tensors = {"x": x, "residual": uncast(residual), "scale": gate, "weight": norm.weight, "bias": norm.bias}
     settings = norm.settings | {"modulate": "tanh" if is_tanh else "identity"}
     op = OPS[f"{norm.norm}_norm_{WAYS[FORWARD]}_modulated_plus_residual"]
     yield Joined(norm, op, x, tensors, settings, {narrowed_to(user, x): 0}, {"scale": view} if view else {})

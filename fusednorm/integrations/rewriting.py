@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-import operator
 from collections.abc import Callable, Container, Iterable, Set
 from typing import Any, TypeVar
 
 from torch.fx import Graph, GraphModule, Node
 
-from ..namespace import TORCH_OPS
 from . import folding, gates, joining, modulations, rotations, routing
 from .folding import LeftToInductor
 from .joining import Joined
 from .paying import reached
 from .rotations import Pair
 from .routing import JOINED, MARK
-from .written import BUILT_IN, OURS, Written, find, find_called, kind_of, memory_written_in, reads_any, value_of
+from .written import BUILT_IN, OURS, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
 FINDERS = {"modulated": modulations.find, "behind": modulations.find_behind, "gated": gates.find}
 ROTATIONS = "rotary", "pairs"  # by halves, by pairs
@@ -85,12 +83,12 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
             calls = [(marks_of[of.norm.y], of) for of in joining.joined(others, finders, written)]
             joined |= {of.norm.y for _, of in calls}
             marked = [
-                (mark, norm) for norm, mark in zip(found, marks, strict=False)
+                (mark, joining.alone(norm)) for norm, mark in zip(found, marks, strict=False)
                 if mark not in left and norm.y not in joined and value_of(getattr(norm, packed)).is_contiguous()
             ]  # fmt: skip
             if marked or joined:
                 before[each] = _copied(each.graph)
-                _make_ops(each, marked, pairs, calls)
+                _make_ops(each, [*calls, *marked], pairs)
     return before
 
 
@@ -103,9 +101,7 @@ def _copied(graph: Graph) -> Graph:
     return copied
 
 
-def _make_ops(
-    model: GraphModule, marked: list[tuple[str, Written]], pairs: list[Pair], calls: list[tuple[str, Joined]]
-) -> None:
+def _make_ops(model: GraphModule, calls: list[tuple[str, Joined]], pairs: list[Pair]) -> None:
     made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
     for mark, each in calls:
         joining.make_op(model.graph, each, mark, made)
@@ -115,21 +111,6 @@ def _make_ops(
         rotations.make_op(model.graph, pair, made)
         for each in pair.both:
             _erase(each.y)
-    for mark, norm in marked:
-        x = made.get(norm.x, norm.x)
-        arguments = x, [value_of(x).shape[-1]], norm.weight, None, norm.eps
-        with model.graph.inserting_after(norm.y):
-            op = model.graph.call_function(
-                getattr(TORCH_OPS, f"{norm.norm}_norm_fwd_affine").default, arguments, norm.settings
-            )
-        with model.graph.inserting_after(op):
-            y = model.graph.call_function(operator.getitem, (op, 0))
-        op.meta = {name: each for name, each in norm.y.meta.items() if name != "example_value"}
-        routing.mark(op, mark)
-        norm.y.replace_all_uses_with(y)
-        made[norm.y] = y
-        y.meta = dict(norm.y.meta)
-        _erase(norm.y)
     model.recompile()
 
 
