@@ -145,13 +145,13 @@ class NormProblem:
         # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes. A forward holds
         # rows that are wider than x's if they are a weight that it makes in float32, or modulations.
         return vars(self) | dict(
-            forward=self.is_forward, layer=self.norm == "layer", odd=self.cols % 16 != 0, activates=self.form.activates,
-            accumulators=self.acc_dtype.itemsize // 4, bfloat16=self.x_dtype == torch.bfloat16,
-            in_small_pieces=self.cols * x % 32 != 0, x_bytes=x, grad_bytes=grad, mixed=x != grad,
-            residual_bytes=residual, held_bytes=sum(map(bytes_of, held)),
-            widest=max(x, grad, *map(bytes_of, self.rows_in)), narrow=max(x, grad, *parameters, 2) == 2 and not others,
-            weight_bytes=weight, parameters=len(parameters), wide_parameters=parameters.count(8),
-            parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,
+            forward=self.is_forward, writes_rows=self.writes_rows, layer=self.norm == "layer",
+            odd=self.cols % 16 != 0, activates=self.form.activates, accumulators=self.acc_dtype.itemsize // 4,
+            bfloat16=self.x_dtype == torch.bfloat16, in_small_pieces=self.cols * x % 32 != 0, x_bytes=x,
+            grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=sum(map(bytes_of, held)),
+            widest=max(x, grad, *map(bytes_of, self.rows_in)), widest_beside=max(map(bytes_of, others), default=0),
+            narrow=max(x, grad, *parameters, 2) == 2 and not others, weight_bytes=weight, parameters=len(parameters),
+            wide_parameters=parameters.count(8), parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,
             holds_wide=self.is_forward and (self.inside is not self or max(map(bytes_of, self.shared), default=0) > x),
             rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
             moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,

@@ -7,7 +7,7 @@ import ast
 import pytest
 from planning import make_problem
 
-from fusednorm.planner import limits
+from fusednorm.planner import legality, limits
 from fusednorm.planner.budget import of_plan
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
@@ -15,7 +15,8 @@ from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecialized
 RING = 1, 1024, 4, 2, 4, 1, 255, False
 PLANS = MultiWavePlan(1, 1024, 4, 4, 1, 255), PipelinedPlan(*RING), WarpSpecializedPlan(*RING)
 # What a rule knows beside problem, device and plan.
-BESIDE = {"folds", "kind", "divisor", "limit", "padding", "ends_within_a_chunk", *limits.BUILTINS}
+BESIDE = {"folds", "kind", "divisor", "limit", "padding", "rows", "ends_within_a_chunk"}
+BESIDE |= {*limits.BUILTINS, *legality.CONSTANTS}
 
 
 def of_limits() -> list[str]:
@@ -33,6 +34,7 @@ def of_registers() -> list[str]:
 EXPRESSIONS = {
     "limits": of_limits(),
     "registers": of_registers(),
+    "legality": [each["holds"] for each in limits.read("legality")],
     "frames": [each["for"] for each in limits.read("frames")],
 }
 
