@@ -30,7 +30,7 @@ import torch
 from ..host import gpus
 from ..host.fallback import BuildFailed
 from ..planner import choice, limits, table
-from ..planner.candidates import are_better_in_registers, candidates, rings
+from ..planner.candidates import are_better_in_registers, candidates, of_frames
 from ..planner.device import DeviceSpec
 from ..planner.legality import broken_rule
 from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
@@ -137,7 +137,7 @@ def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
     not know what a gate takes, must not choose one. Parameters are in registers where these suffice."""
     no_ring = broken_rule("pipelined", problem, 1, device) or are_better_in_registers(problem, device)
     if problem.form.activates and problem.writes_rows and not no_ring:
-        yield from rings("gated ring", problem, device)
+        yield from of_frames("gated ring", problem, device)
 
 
 # --- Measuring ---

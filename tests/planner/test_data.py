@@ -15,7 +15,7 @@ from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecialized
 RING = 1, 1024, 4, 2, 4, 1, 255, False
 PLANS = MultiWavePlan(1, 1024, 4, 4, 1, 255), PipelinedPlan(*RING), WarpSpecializedPlan(*RING)
 # What a rule knows beside problem, device and plan.
-BESIDE = {"folds", "kind", "divisor", "limit", "padding", "rows", "ends_within_a_chunk"}
+BESIDE = {"folds", "kind", "divisor", "limit", "padding", "rows", "ends_within_a_chunk", "whole"}
 BESIDE |= {*limits.BUILTINS, *legality.CONSTANTS}
 
 
