@@ -9,6 +9,7 @@ from planning import make_problem
 
 from fusednorm.planner import legality, limits
 from fusednorm.planner.budget import of_plan
+from fusednorm.planner.candidates import Frame
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
 
@@ -16,7 +17,7 @@ RING = 1, 1024, 4, 2, 4, 1, 255, False
 PLANS = MultiWavePlan(1, 1024, 4, 4, 1, 255), PipelinedPlan(*RING), WarpSpecializedPlan(*RING)
 # What a rule knows beside problem, device and plan.
 BESIDE = {"folds", "kind", "divisor", "limit", "padding", "rows", "ends_within_a_chunk", "whole"}
-BESIDE |= {*limits.BUILTINS, *legality.CONSTANTS}
+BESIDE |= {*limits.BUILTINS, *legality.CONSTANTS, *Frame._fields}
 
 
 def of_limits() -> list[str]:
