@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..operands import FORWARD
+from ..namespace import TORCH_OPS
+from ..operands import FORWARD, Op
 from . import routing
 from .routing import named_arguments
 
@@ -94,6 +96,22 @@ def call_before(
     traced = {"val": function(*values, **named), "eager_input_vals": (values, named)}
     node.meta = {**(meta or place.meta), **traced}
     return node
+
+
+def is_shape(one: Sequence, other: Sequence) -> bool:
+    return len(one) == len(other) and all(map(is_equal, one, other))
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    return statically_known_true(one == other)
+
+
+def call_op(place: Node, op: Op, arguments: dict[str, Any]) -> Node:
+    """A new node that calls an op of ours. Those by name that are the schema's default are left out."""
+    args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
+    by_name = {slot.name: op.default(slot) for slot in op.arguments if slot.role.is_by_name}
+    named = {name: arguments[name] for name, default in by_name.items() if arguments.get(name, default) != default}
+    return call_before(place, getattr(TORCH_OPS, op.name).default, args, named)
 
 
 def dtype_of(node: Node) -> torch.dtype | None:

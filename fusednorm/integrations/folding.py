@@ -27,14 +27,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, FORWARD, OPS, Op, Role
 from . import edits, forwards, gathering, packing, paying, routing
-from .edits import CAST, SIXTEEN_BITS, call_before, dtype_of, is_cast, without_offset, write_out
-from .routing import named_arguments, op_of
+from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_cast, is_shape, without_offset
+from .routing import op_of
 
 aten, ours = torch.ops.aten, TORCH_OPS
 
@@ -148,7 +147,7 @@ def _backwards_of(forward: Node, op: Op) -> list[Node]:
 
 
 def _call(node: Node, op: Op) -> paying.Call:
-    arguments = named_arguments(node.target, node.args, node.kwargs)
+    arguments = arguments_of(node)
     rows = [slot.name for slot in op.inputs if slot.role in (Role.ROWS, Role.PACKED_ROWS)]
     reads = {name: arguments[name] for name in rows if isinstance(arguments.get(name), Node)}
     outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -160,8 +159,7 @@ def _fold_around(node: Node) -> bool:
     op = FOLDED[node.target]
     rows = [slot.name for slot in op.inputs if slot.role is Role.ROWS]
     parameters = [output.like for output in op.outputs[1:]]  # whose gradients these outputs are
-    defaults = {slot.name: op.default(slot) for slot in op.arguments}
-    arguments = defaults | named_arguments(node.target, node.args, node.kwargs)
+    arguments = {slot.name: op.default(slot) for slot in op.arguments} | arguments_of(node)
     mask = arguments["output_mask"]
     arguments["output_mask"] = [*mask, *[False] * (len(op.outputs) - len(mask))]
     getitems = [user for user in node.users if user.users]
@@ -178,10 +176,7 @@ def _fold_around(node: Node) -> bool:
     arguments["residual_grad"] = tail.residual
     if _is_left_to_inductor(node, op, arguments, tail.node) or not folds:
         return False
-    args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
-    named = {slot.name: arguments[slot.name] for slot in op.arguments if slot.role is Role.FORM}
-    named = {name: value for name, value in named.items() if value != defaults[name]} | {"dx_dtype": tail.dtype}
-    new = call_before(node, getattr(ours, op.name).default, args, named)
+    new = call_op(node, op, arguments | {"dx_dtype": tail.dtype})
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
         if index and parameters[index - 1] in widened:
@@ -201,7 +196,7 @@ def _is_left_to_inductor(node: Node, op: Op, arguments: dict[str, Any], dx: Node
     form = routing.form_of(op, arguments)
     routing.note(op, x.meta["val"], not why, why or routing.REASONS[BACKWARD], node.meta, form)
     if why:
-        write_out(node)
+        edits.write_out(node)
     return bool(why)
 
 
@@ -244,9 +239,7 @@ def _other_summand(user: Node, dx: Node) -> Node | None:
     other = b if a is dx else a
     if not isinstance(other, Node) or other is dx or dtype_of(other) not in FLOAT_DTYPES:
         return None
-    shapes = other.meta["val"].shape, dx.meta["val"].shape
-    same = len(shapes[0]) == len(shapes[1]) and all(statically_known_true(m == n) for m, n in zip(*shapes, strict=True))
-    return other if same else None
+    return other if is_shape(other.meta["val"].shape, dx.meta["val"].shape) else None
 
 
 def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:

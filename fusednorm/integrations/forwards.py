@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node, map_arg
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..dtypes import FLOAT_DTYPES
-from ..namespace import TORCH_OPS
 from ..operands import FORWARD, OPS, Op, Role
-from . import paying, routing
-from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, dtype_of, is_cast, without_offset, write_out
+from . import edits, paying, routing
+from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_cast, is_shape, without_offset
 
 aten = torch.ops.aten
 READ_ONCE = 1024  # columns: rows of so many Inductor keeps in registers
@@ -81,7 +79,7 @@ def _settled(node: Node, may_stay: bool) -> Decision:
     form = routing.form_of(op if why else folded.op, arguments_of(node) if why else folded.arguments)
     decision = Decision(op, x, why, node.meta, form)
     if why:
-        write_out(node)
+        edits.write_out(node)
     else:
         _replace(node, folded)
     return decision
@@ -129,20 +127,12 @@ def _summands(h: Node, node: Node) -> tuple[Node, Node] | None:
         return None
     values = [each.meta["val"] for each in h.args]
     shape = h.meta["val"].shape
-    are_alike = all(
-        each.dtype in FLOAT_DTYPES and len(each.shape) == len(shape)
-        and all(statically_known_true(m == n) for m, n in zip(each.shape, shape, strict=True)) for each in values
-    )  # fmt: skip
+    are_alike = all(each.dtype in FLOAT_DTYPES and is_shape(each.shape, shape) for each in values)
     is_wide = torch.promote_types(*[each.dtype for each in values]) == dtype_of(h)
     return tuple(h.args) if are_alike and is_wide and h.args[0] is not h.args[1] else None
 
 
 def _replace(node: Node, folded: Folded) -> None:
-    op, arguments = folded.op, folded.arguments
-    given = [slot for slot in op.arguments if slot.name in arguments]
-    args = tuple(arguments[slot.name] for slot in op.arguments if not slot.role.is_by_name)
-    named = {slot.name: arguments[slot.name] for slot in given if slot.role.is_by_name}
-    named = {name: value for name, value in named.items() if value != op.default(op.slot(name))}
-    new = call_before(node, getattr(TORCH_OPS, op.name).default, args, named)
+    new = call_op(node, folded.op, folded.arguments)
     for at, old in folded.replaced.items():
         old.replace_all_uses_with(call_before(node, operator.getitem, (new, at)))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..dtypes import FLOAT_DTYPES
 from ..host import gpus
@@ -27,6 +26,7 @@ from ..planner.plan import ReferencePlan
 from ..problem.calls import check_backward, check_forward
 from ..problem.validation import validate
 from . import routing
+from .edits import is_equal, is_shape
 from .paying import reached
 from .written import Written, is_cast_to, kind_of, only_user, reads_any, value_of
 
@@ -154,7 +154,7 @@ def has_kernels(op: Op, arguments: dict[str, Any], device: DeviceSpec) -> bool:
     given = dict(arguments)
     for slot in op.inputs:
         if isinstance(each := given.get(slot.name), Tensor):
-            is_shared = slot.role is Role.MODULATION and statically_known_true(each.shape[-2] == 1)
+            is_shared = slot.role is Role.MODULATION and is_equal(each.shape[-2], 1)
             batch = () if slot.role is Role.PARAMETER else (SAMPLE[0], 1) if is_shared else SAMPLE
             given[slot.name] = torch.empty(*batch, each.shape[-1], dtype=each.dtype, device="meta")
     forward = operands_of(op.name, (), given)
@@ -192,11 +192,4 @@ def is_float(node: Any) -> bool:
 
 
 def has_shape_of(node: Any, other: Node) -> bool:
-    if not is_float(node):
-        return False
-    shapes = value_of(node).shape, value_of(other).shape
-    return len(shapes[0]) == len(shapes[1]) and all(map(is_equal, *shapes))
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    return statically_known_true(one == other)
+    return is_float(node) and is_shape(value_of(node).shape, value_of(other).shape)

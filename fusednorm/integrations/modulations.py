@@ -20,7 +20,8 @@ import torch
 from torch.fx import Node
 
 from ..operands import FORWARD, OPS, WAYS
-from .joining import Joined, behind_float_casts, has_shape_of, is_equal, is_float, narrowed_to
+from .edits import is_equal
+from .joining import Joined, behind_float_casts, has_shape_of, is_float, narrowed_to
 from .written import Written, kind_of, only_user, terms_of, uncast, value_of, with_number
 
 TANH = torch.tanh, "tanh"

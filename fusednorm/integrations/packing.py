@@ -30,7 +30,7 @@ from ..operands import BACKWARD, FORWARD, OPS
 from ..planner import limits
 from ..planner.plan import ReferencePlan
 from . import forwards, paying, routing
-from .edits import arguments_of, call_before
+from .edits import arguments_of, call_before, dtype_of, is_equal, is_shape
 
 aten = torch.ops.aten
 OF_BOTH, BACKWARD_OF_BOTH, OF_PACKED = (getattr(TORCH_OPS, name).default for name in heads.OPS)
@@ -141,7 +141,7 @@ def _parts_of(node: Node) -> list[Part]:
     names = "x", "normalized_shape", "weight", "weight_offset"
     is_same = all(of_forward[name] == given.get(name, of_forward[name]) for name in names)
     is_of_rows = len(given["normalized_shape"]) == 1 and not of_forward.get("residual")
-    if not (is_same and is_of_rows and _dtype(x) == _dtype(outputs[0])):
+    if not (is_same and is_of_rows and dtype_of(x) == dtype_of(outputs[0])):
         return []
     named = {name: of_forward[name] for name in ("weight_offset", "rounds_x_hat")}
     tensors = x, given["grad_out"], outputs[0], given["weight"], of_forward["bias"]
@@ -175,7 +175,7 @@ def _packed(whole: Node, q: Part, k: Part) -> Packed | None:
     if not found or not of_whole.is_contiguous() or not isinstance(xs[0].shape[-1], int):
         return None
     gradient, grad_v, places = found
-    if {_dtype(gradient), _dtype(grad_v)} != {xs[0].dtype}:
+    if {dtype_of(gradient), dtype_of(grad_v)} != {xs[0].dtype}:
         return None
     start = of_whole.storage_offset()
     if not all(_is_alike(*pair, start) for pair in zip(places, xs, strict=False)):
@@ -188,7 +188,7 @@ def _packed(whole: Node, q: Part, k: Part) -> Packed | None:
             continue
         packing = Packing(count, kv_count)
         memory = of_q.new_empty(*batch, (count + 2 * kv_count) * cols)
-        if all(_is(memory.numel(), each.numel()) for each in (of_whole, gradient.meta["val"])):
+        if all(is_equal(memory.numel(), each.numel()) for each in (of_whole, gradient.meta["val"])):
             views = [_views_to(*pair) for pair in zip(places, packing.split(memory), strict=True)]
             are_known = all(_sizes(whole.graph, each).count(-1) < 2 for each in (batch, gradient.meta["val"].shape))
             if None not in views and are_known:
@@ -245,7 +245,7 @@ def _of_cat(cat: Node) -> tuple[Node, list[Piece]] | None:
     view = next(iter(cat.users)) if len(cat.users) == 1 else None
     if not dim and view is not None and view.target in RESHAPED:
         stacked = (len(tensors), *shapes[0])
-        if all(map(_is_shape, shapes, [shapes[0]] * len(shapes))) and _is_shape(view.meta["val"].shape, stacked):
+        if all(map(is_shape, shapes, [shapes[0]] * len(shapes))) and is_shape(view.meta["val"].shape, stacked):
             return view, [(each, lambda whole, at=at: whole.select(0, at)) for at, each in enumerate(tensors)]
     starts = itertools.accumulate((shape[dim] for shape in shapes), initial=0)
     return cat, [
@@ -305,12 +305,12 @@ def _moved_back(node: Node, shape: Sequence, tensor: Tensor) -> Tensor:
 
 def _views_to(place: Tensor, wanted: Tensor) -> Views | None:
     """What makes of a view of memory the wanted one; None if that is unknown."""
-    is_unflattened = not _is(place.shape[-1], wanted.shape[-1])
+    is_unflattened = not is_equal(place.shape[-1], wanted.shape[-1])
     if is_unflattened:
-        if not _is(place.shape[-1], wanted.shape[-2:].numel()):
+        if not is_equal(place.shape[-1], wanted.shape[-2:].numel()):
             return None
         place = place.unflatten(-1, wanted.shape[-2:])
-    for squeezed in (None, *[dim for dim in range(place.dim() - 1) if _is(place.shape[dim], 1)]):
+    for squeezed in (None, *[dim for dim in range(place.dim() - 1) if is_equal(place.shape[dim], 1)]):
         for is_swapped in (False, True):
             views = Views(is_unflattened, squeezed, is_swapped)
             if _is_alike(_swapped(place if squeezed is None else place.squeeze(squeezed), is_swapped), wanted):
@@ -324,22 +324,10 @@ def _swapped(tensor: Tensor, if_: bool) -> Tensor:
 
 def _is_alike(one: Tensor, other: Tensor, start: int | torch.SymInt = 0) -> bool:
     """Whether both lie alike in memory, in which that of the other one begins at `start`."""
-    if not _is_shape(one.shape, other.shape) or not _is(one.storage_offset(), other.storage_offset() - start):
+    if not is_shape(one.shape, other.shape) or not is_equal(one.storage_offset(), other.storage_offset() - start):
         return False
     strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(_is(size, 1) or _is(mine, theirs) for size, mine, theirs in strides)
-
-
-def _is_shape(one: Sequence, other: Sequence) -> bool:
-    return len(one) == len(other) and all(map(_is, one, other))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return statically_known_true(one == other)
-
-
-def _dtype(node: Node) -> torch.dtype:
-    return node.meta["val"].dtype
+    return all(is_equal(size, 1) or is_equal(mine, theirs) for size, mine, theirs in strides)
 
 
 def _pays(found: Packed) -> bool:
@@ -382,8 +370,8 @@ def _has_kernel(found: Packed) -> bool:
         return True
     tables = [each.meta["val"] for each in found.q.tables if each is not None]
     turned = (found.q.settings.rotary_dim or tables[0].shape[-1]) if tables else 0
-    dtypes = (None if each is None else _dtype(each) for each in (found.q.weight, found.q.bias))
-    problem = HeadProblem("backward", 2, found.cols, x.dtype, _dtype(found.q.grad), *dtypes, found.q.settings,
+    dtypes = (None if each is None else dtype_of(each) for each in (found.q.weight, found.q.bias))
+    problem = HeadProblem("backward", 2, found.cols, x.dtype, dtype_of(found.q.grad), *dtypes, found.q.settings,
                           turned=turned, copies=True, wants_dx=True)  # fmt: skip
     return not isinstance(choose(problem, gpus.spec_of(x.device)), ReferencePlan)
 
@@ -422,7 +410,7 @@ def _make_forward(found: Packed) -> None:
     """One op of both forwards, if it cuts no fusion."""
     nodes, (q, k) = [part.forward for part in found.both], found.both
     ys = [next((each for each in node.users if each.args[1] == 0 and each.users), None) for node in nodes]
-    if None in ys or {_dtype(each) for each in ys} != {_dtype(q.x)}:
+    if None in ys or {dtype_of(each) for each in ys} != {dtype_of(q.x)}:
         return
     given = zip(nodes, ys, strict=True)
     if any(paying.why_inductor_forward(node, {"x": found.whole}, {"y": y}, forwards.concerns) for node, y in given):
@@ -447,7 +435,7 @@ def _sizes(graph: Graph, sizes: Sequence) -> list[int | Node]:
     """As arguments of a node: a number, the input that it is, or -1."""
     inputs = [each for each in graph.find_nodes(op="placeholder") if isinstance(each.meta["val"], torch.SymInt)]
     return [
-        size if isinstance(size, int) else next((each for each in inputs if _is(each.meta["val"], size)), -1)
+        size if isinstance(size, int) else next((each for each in inputs if is_equal(each.meta["val"], size)), -1)
         for size in sizes
     ]
 

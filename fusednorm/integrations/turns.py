@@ -63,10 +63,16 @@ def _at_once(x: Node, product: Node, first: Node, second: Node) -> Turn | None:
     turned = only_user(negative)
     if kind_of(negative) != "neg" or _joined(turned) != ((second, negative) if is_backward else (negative, first)):
         return None
+    return _summed(x, x, product, turned, is_backward)
+
+
+def _summed(x: Node, wide: Node, product: Node, turned: Node, is_backward: bool, interleaved=False) -> Turn | None:
+    """The rotation whose result is wide * cos + turned * sin, if product is the first of both. wide: x or a cast."""
     turned_product, y = only_user(turned), only_user(product)
-    tables = other_factor(x, product), other_factor(turned, turned_product)
+    tables = other_factor(wide, product), other_factor(turned, turned_product)
     is_sum = {*(terms_of(y, "add") or ())} == {product, turned_product} and only_user(turned_product) is y
-    return Turn(x, y, *tables, is_backward) if is_sum and all(isinstance(each, Node) for each in tables) else None
+    is_turn = is_sum and all(isinstance(each, Node) for each in tables)
+    return Turn(x, y, *tables, is_backward, interleaved=interleaved) if is_turn else None
 
 
 def _of_unbound(x: Node) -> Turn | None:
@@ -81,17 +87,11 @@ def _of_unbound(x: Node) -> Turn | None:
         turned = only_user(turned)
         if getattr(turned, "target", None) not in VIEWS or value_of(turned).shape != value_of(x).shape:
             return None
-    others = [user for user in x.users if user is not split]
-    if len(others) != 1:
+    other, *more = [user for user in x.users if user is not split] or [None]
+    if other is None or more:
         return None
-    wide, turned = (others[0] if kind_of(others[0]) == "cast" else x), _behind_cast(turned)
-    product = only_user(wide) if wide is not x else others[0]
-    turned_product, y = only_user(turned), only_user(product)
-    tables = other_factor(wide, product), other_factor(turned, turned_product)
-    is_sum = {*(terms_of(y, "add") or ())} == {product, turned_product} and only_user(turned_product) is y
-    if not is_sum or not all(isinstance(each, Node) for each in tables):
-        return None
-    return Turn(x, y, *tables, False, interleaved=interleaved)
+    wide, product = (other, only_user(other)) if kind_of(other) == "cast" else (x, other)
+    return _summed(x, wide, product, _behind_cast(turned), False, interleaved)
 
 
 def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, bool]:
