@@ -39,8 +39,8 @@ setup(
             *("build", "expecttest", "hypothesis", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "setuptools>=68"),
             *("tqdm", "transformers", "typing_extensions"),
         ],
-        "bench": ["matplotlib", "rich", "tqdm"],
-        "demo": ["matplotlib", "numpy", "rich", "tqdm"],
+        "bench": ["matplotlib", "tqdm"],
+        "demo": ["matplotlib", "numpy", "tqdm"],
         "docs": ["furo", "myst-parser", "sphinx"],
         "integrations": [
             *("pytest", "accelerate", "addict", "fla-core", "lightning", "megatron-core", "peft", "torchtitan"),

@@ -176,7 +176,7 @@ def make_record(
 
 def print_report(records: list[dict], machine: dict) -> None:
     header = ["case", "dtype", "candidate", "us", "spread", "of the floor", "TB/s", "error"]
-    print_table(machine_text(machine), header, [report_row(record) for record in records], "bench")
+    print_table(machine_text(machine), header, [report_row(record) for record in records])
 
 
 def report_row(record: dict) -> list[str]:

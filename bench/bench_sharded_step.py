@@ -204,7 +204,7 @@ def parse_cell(text: str) -> Cell:
 def print_report(records: list[dict], ranks: int) -> None:
     header = "model width tokens way norms ms spread speedup rounds MB".split() + ["early loss", "last loss"]
     title = f"Training step under FSDP2 on {ranks} ranks, medians"
-    print_table(title, header, list(report_rows(records)), "bench")
+    print_table(title, header, list(report_rows(records)))
 
 
 def report_rows(records: list[dict]) -> Iterator[list[str]]:

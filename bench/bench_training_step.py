@@ -239,7 +239,7 @@ def print_report(name: str, records: list[dict]) -> None:
         for record in records
     ]
     title = f"Training step, {name}, our host side in {'C++' if native.extension else 'Python'}"
-    print_table(title, header, rows, "bench")
+    print_table(title, header, rows)
 
 
 def report_faults(name: str, records: list[dict]) -> int:

@@ -274,7 +274,7 @@ def report(records: list[dict]) -> None:
         alone = beside["alone"]["median_us"]
         rows.append([*cell, f"{alone:.1f}", *(multiple(beside.get(each), alone) for each in columns[1:])])
     title = "us of a backward alone, and beside others as a multiple"
-    print_table(title, ["norm", "shape", "candidate", "mode", *columns], rows, "bench")
+    print_table(title, ["norm", "shape", "candidate", "mode", *columns], rows)
     if any(record["outlasted"] < record["rounds"] for record in records):
         print("* after the number of rounds in which the company ended before the last of the timed calls")
 

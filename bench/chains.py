@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             save(records[-1:], path)
             torch.cuda.empty_cache()  # the graphs' own pools
     names = [*chosen, FLOOR]
-    print_table("Us of the norm in each chain", ["case", "chain", *names], [row_of(r, names) for r in records], "bench")
+    print_table("Us of the norm in each chain", ["case", "chain", *names], [row_of(r, names) for r in records])
     return 1 if wrong else 0
 
 

@@ -47,7 +47,7 @@ def compare_files(old: Path, new: Path) -> int:
     print(f"{len(pairs)} cells compared, {absent} of the old file are not in the new one, {len(found)} lost")
     if found:
         header = ["cell", "candidate", "old", "new", "grown", "allowed"]
-        print_table("Times as multiples of the floor", header, [row(loss) for loss in found], "bench")
+        print_table("Times as multiples of the floor", header, [row(loss) for loss in found])
     return 1 if found else 0
 
 

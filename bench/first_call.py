@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     for case in make_cases(options):
         records += [machine | record for record in measure(case)]
     header = ["case", "state", *(name.removesuffix("_s") for name in COLUMNS), "further builds"]
-    print_table("Seconds of the first call", header, [row(record) for record in records], "bench")
+    print_table("Seconds of the first call", header, [row(record) for record in records])
     save(records, results_path(options.out, machine, "first-call"))
     return 0
 

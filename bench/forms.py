@@ -390,7 +390,7 @@ def main(arguments: list[str] | None = None) -> int:
             what = f"{case.norm} {case.form} {case.rows}x{case.cols}"
             rows.append([what, way, f"{of[FLOOR]['median_us']:.1f}", ", ".join(found[1:])])
             print(*rows[-1], flush=True)
-    print_table("Forms, times over the floor", ["form", "direction", "floor us", "candidates"], rows, "bench")
+    print_table("Forms, times over the floor", ["form", "direction", "floor us", "candidates"], rows)
     return int(wrong > 0)
 
 

@@ -377,7 +377,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append([name, each.get("way", ""), *(times or ["", ""])])
             print(*rows[-1], each.get("error"), *each.get("norms", ()), sep="\n  ", flush=True)
         torch.cuda.empty_cache()
-    print_table("Forward and backward", ["case", "way", "us", "over stock"], rows, "bench")
+    print_table("Forward and backward", ["case", "way", "us", "over stock"], rows)
     return int(bad > 0)
 
 

@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
             best = ", ".join(f"{name} {ratio:.3f}" for ratio, name in found[:4])
             rows.append([str(case), way, f"{of[FLOOR]['median_us']:.1f}", f"{of['ours']['times_floor']:.3f}", best])
             print(*rows[-1], flush=True)
-    print_table("Heads, times over the floor", ["case", "direction", "floor us", "ours", "others"], rows, "bench")
+    print_table("Heads, times over the floor", ["case", "direction", "floor us", "ours", "others"], rows)
     return int(wrong > 0)
 
 

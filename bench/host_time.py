@@ -94,7 +94,7 @@ def report(times: dict[Timed, Times]) -> None:
             )
             rows.append([key.norm, key.call, *("" if number is None else f"{number:.2f}" for number in numbers)])
     title = f"Host us of a call, our host side in {'C++' if native.extension else 'Python'}"
-    print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio", "of plain"], rows, "bench")
+    print_table(title, ["norm", "call", "fusednorm", "ATen", "ratio", "of plain"], rows)
 
 
 def plain_call(call: str) -> str:

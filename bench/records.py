@@ -197,12 +197,11 @@ def machine_text(machine: dict) -> str:
 def print_report(records: list[dict], machine: dict) -> None:
     header = "norm direction shape dtype candidate us spread time/floor host_us MB error".split()
     ordered = sorted(records, key=lambda r: (*map(str, cell(r)), r["median_us"] or math.inf))
-    print_table(machine_text(machine), header, [report_row(record) for record in ordered], "bench")
+    print_table(machine_text(machine), header, [report_row(record) for record in ordered])
     print_table(
         "Geometric mean of time/floor over each candidate's shapes",
         ["norm", "direction", "dtype", "candidate", "time/floor", "shapes"],
         summary_rows(records),
-        "bench",
     )
 
 

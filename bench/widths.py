@@ -220,7 +220,7 @@ def report(cells: list[dict]) -> int:
     print(f"{len(found)} of {len(cells)} cells are {CLIFF:.0%} or more below their neighbours")
     rows = [[title(c), f"{share:.0%}", f"{around:.0%}", c["plan"]] for c, share, around in found]
     if rows:
-        print_table("Share of the floor", ["cell", "here", "beside", "plan"], rows, "bench")
+        print_table("Share of the floor", ["cell", "here", "beside", "plan"], rows)
     return 1 if found else 0
 
 

@@ -137,7 +137,7 @@ def report(records: list[dict]) -> int:
     """Prints a table; returns the number of failures."""
     timed = [r for r in records if r.get("median_ms")]
     header = ["model", "way", "norms", "ms", "spread", "over eager", "over compiled", "GB", "error of norms, all"]
-    print_table("Training steps", header, [row_of(record) for record in timed], "bench")
+    print_table("Training steps", header, [row_of(record) for record in timed])
     for each in records:
         for row in each.get("launches", ())[:15]:
             print(f"{each['model']}, {each['way']} {each['norms']}: {row}")

@@ -1,4 +1,4 @@
-"""Tables and progress bars for the commands, by rich and tqdm. Without these: plain text, and one sentence about it."""
+"""Tables and progress bars for the commands. Without tqdm there is no bar, and one sentence about it."""
 
 from __future__ import annotations
 
@@ -35,29 +35,11 @@ def show_beside(bar: Iterable, text: str) -> None:
         bar.set_postfix_str(text, refresh=False)
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], extra: str) -> None:
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of text cells, with the first column flush left and the others flush right."""
-    if optional("rich", extra, "tables are plain text") is None:
-        print(plain_table(title, header, rows))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(header):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    print()
-    # A file or a pipe has no width, and rich would assume 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False).print(table)
-
-
-def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
     aligns = [str.ljust] + [str.rjust] * (len(header) - 1)
     cells = ([align(*pair) for align, *pair in zip(aligns, line, widths, strict=True)] for line in lines)
-    return "\n".join(["", title, *("  ".join(line).rstrip() for line in cells)])
+    print("\n".join(["", title, *("  ".join(line).rstrip() for line in cells)]))

@@ -4,15 +4,14 @@ norms and with ours."""
 from __future__ import annotations
 
 import copy
-import json
-import os
+import multiprocessing
 import platform
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -232,28 +231,13 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
 def check_in_another_process(title: str, check: Callable[[], Checked]) -> bool:
     """Print what a check of kernels on CPU tensors finds. The check runs in a process of its own, because no process
     can both interpret kernels and compile them."""
-    code = f"from fusednorm.tools import demo; demo.answer(demo.{check.__name__})"
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    child = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    if child.returncode:
-        reason = (child.stderr.strip() or "no reason given").splitlines()[-1]
-    else:
-        found = json.loads(child.stdout.splitlines()[-1])
-        if isinstance(found, dict):
-            return print_errors(title, found)
-        reason = found
-    print(f"\nWRONG: {title}: {reason}")
-    return False
-
-
-def answer(check: Callable[[], Checked]) -> None:
-    """Print what `check` finds, or its error as a sentence, as one line of JSON. Runs in the other process."""
-    try:
-        print(json.dumps(check()))
-    except Exception as error:
-        print(json.dumps(f"{type(error).__name__}: {error}"))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            checked = process.submit(check).result()
+        except Exception as error:
+            print(f"\nWRONG: {title}: {type(error).__name__}: {error}")
+            return False
+    return print_errors(title, checked)
 
 
 def interpret_kernels() -> Checked:
@@ -271,6 +255,7 @@ def interpret_kernels() -> Checked:
 
 def simulate_kernels() -> Checked:
     """SMALL_PROBLEMS by the TMA kernels on the simulated GPU of a clone's tests."""
+    sys.path.insert(0, str(ROOT))
     from tests.simulator import simulated
 
     checked = {}
@@ -304,7 +289,7 @@ def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:
 def print_errors(title: str, checked: Checked) -> bool:
     names = ("y", "dx", "dweight", "dbias")
     rows = [[label, *(errors.get(name, "") for name in names)] for label, errors in checked.items()]
-    print_table(f"{title}:\nrelative error against float64 autograd, ours / ATen's", ["norm", *names], rows, "demo")
+    print_table(f"{title}:\nrelative error against float64 autograd, ours / ATen's", ["norm", *names], rows)
     wrong = [errors["wrong"] for errors in checked.values() if "wrong" in errors]
     for sentence in wrong:
         print(f"WRONG: {sentence}")
@@ -369,7 +354,7 @@ def report(runs: dict[str, Training], out: Path) -> bool:
     last = {label: statistics.mean(run.losses[-10:]) for label, run in runs.items()}
     milliseconds = {label: 1e3 * statistics.median(run.seconds) for label, run in runs.items()}
     rows = [[k, f"{milliseconds[k]:.1f}", f"{run.losses[0]:.4f}", f"{last[k]:.4f}"] for k, run in runs.items()]
-    print_table("Training", ["norms", "ms per step (median)", "first loss", "last loss (mean of 10)"], rows, "demo")
+    print_table("Training", ["norms", "ms per step (median)", "first loss", "last loss (mean of 10)"], rows)
     stock_run, our_run = runs.values()
     difference = max(abs(a - b) for a, b in zip(stock_run.losses, our_run.losses, strict=True))
     print(f"The two losses are never more than {difference:.2g} apart.")
