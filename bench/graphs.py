@@ -103,6 +103,20 @@ def heads_rotated_first(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *table
     return rms(turned(q.transpose(1, 2), *tables), of_q), rms(turned(k.transpose(1, 2), *tables), of_k)
 
 
+def turned_in_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return (x.float() * cos + torch.stack((-b, a), dim=-1).flatten(3).float() * sin).to(x.dtype)
+
+
+def heads_in_pairs(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
+    return turned_in_pairs(rms(q, of_q), *tables), turned_in_pairs(rms(k, of_k), *tables)
+
+
+def pairs_form(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    rotary = tuple(each.squeeze(2) for each in tables)
+    return fusednorm.qk_norm(q, k, of_q, of_k, EPS, rotary=rotary, rotary_interleaved=True)
+
+
 def rotated_packed_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = qkv.shape[2] // 6
     q, k, v = qkv.split([4 * values, values, values], dim=2)
@@ -190,6 +204,10 @@ CASES: dict[str, Case] = {
         heads_rotated_first, partial(heads_form, norm_first=False), shapes_of_heads, (4, 4096, 32, 128), (2, 6, 4, 32),
         "rotated", 2,
     ),
+    "heads_in_pairs": Case(
+        heads_in_pairs, pairs_form, lambda s: [s, s, s[-1:], s[-1:], *[(1, s[1], 1, s[3])] * 2], (4, 4608, 24, 128),
+        (2, 6, 4, 32), "rotated", 2, asks=True,
+    ),
     "modulated_layer": Case(
         lambda x, *modulations: modulated(layer(x), *modulations), partial(fusednorm.ada_layer_norm, eps=EPS),
         shapes_of_samples, (4, 4608, 3072), (2, 8, 32), "modulated",
@@ -210,7 +228,6 @@ CASES: dict[str, Case] = {
             x, residual, weight, gate=gate, gate_activation="tanh", eps=EPS
         ),
         lambda s: [s, s, s[-1:], (s[0], 1, s[2])], (4, 4096, 3840), (2, 8, 32), "modulated plus residual",
-        asks=True,
     ),
 }  # fmt: skip
 

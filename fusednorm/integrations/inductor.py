@@ -42,7 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-DEFAULT = "rotary", "modulated", "gated", "packed", "forwards"  # what enable_inductor joins: a GPU has timed it
+DEFAULT = "rotary", "modulated", "behind", "gated", "packed", "forwards"  # what enable_inductor joins: a GPU has timed it
 _joins = rewriting.joins_of(DEFAULT)  # the last ones given
 
 
@@ -54,7 +54,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     with Inductor, which fuses them with their neighbours, but for very wide rows and those that are joined.
 
     join says what becomes one op with its norm: a name or some, "all", or () for nothing. By default these are all but
-    "pairs" and "behind", which no GPU has timed in graphs yet.
+    "pairs", which no GPU has timed in graphs yet.
 
     - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
     - "pairs": the same for rotations by pairs.
