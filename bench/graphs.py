@@ -62,7 +62,6 @@ class Case(NamedTuple):
     tiny: Sizes
     joined: str = ""  # what the report says if more than a backward becomes an op; then the way "apart" is timed, too
     tables: int = 0  # of a rotation, the last tensors
-    asks: bool = False  # for a join that is none by default: the way "all" is timed, too
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -206,7 +205,7 @@ CASES: dict[str, Case] = {
     ),
     "heads_in_pairs": Case(
         heads_in_pairs, pairs_form, lambda s: [s, s, s[-1:], s[-1:], *[(1, s[1], 1, s[3])] * 2], (4, 4608, 24, 128),
-        (2, 6, 4, 32), "rotated", 2, asks=True,
+        (2, 6, 4, 32), "rotated", 2,
     ),
     "modulated_layer": Case(
         lambda x, *modulations: modulated(layer(x), *modulations), partial(fusednorm.ada_layer_norm, eps=EPS),
@@ -276,8 +275,6 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     made = make(name, device, tiny)
     grads = [_gradient_of(each) for each in made.run(*made.inputs)]
     backends = {"stock": stock_backend(), "ours": inductor.compile_graph}
-    if CASES[name].asks:
-        backends["all"] = partial(inductor.compile_graph, options={"join": "all"})
     if CASES[name].joined:
         backends["apart"] = partial(inductor.compile_graph, options={"join": ()})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}

@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
-from fusednorm.integrations import folding, inductor, rewriting, routing
+from fusednorm.integrations import folding, rewriting, routing
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class Traced:
         return graph
 
 
-def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = inductor.DEFAULT, **settings) -> Traced:
+def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = "all", **settings) -> Traced:
     """The model compiled, as one graph by default, with what enable_inductor(join=join) does to graphs, but without
     code generation; settings are torch.compile's. stock: with what Inductor does by itself."""
     traced = Traced()
@@ -61,7 +61,7 @@ def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = indu
     return traced
 
 
-def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = inductor.DEFAULT) -> Callable:
+def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = "all") -> Callable:
     joins = rewriting.joins_of(join)
 
     def keep(graphs: list[GraphModule], graph: GraphModule, inputs: list) -> Callable:

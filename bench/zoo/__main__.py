@@ -35,7 +35,7 @@ from .measure import Task, run
 from .models import MODELS
 from .ways import WAYS
 
-ON_REQUEST = 4  # ways, the last ones
+ON_REQUEST = 3  # ways, the last ones
 DEFAULT_WAYS = tuple(WAYS)[:-ON_REQUEST]
 PROFILED = ("eager stock", "eager patch_model", "eager enable_eager", "compiled stock")
 LEAST = 60  # seconds: with less, no model is begun

@@ -161,7 +161,6 @@ WAYS: dict[str, Callable[[nn.Module, Batch], Way]] = {
     "compiled both": _patched_enable_inductor,
     "eager patch_model rotary": partial(_patch_model, rotary=True),
     "compiled enable_inductor apart": partial(_enable_inductor, join=()),
-    "compiled enable_inductor all": partial(_enable_inductor, join="all"),
 }
 
 

@@ -42,8 +42,7 @@ for _module, *_names in (
     for _name in _names:
         getattr(_module, _name)
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
-DEFAULT = "rotary", "modulated", "behind", "gated", "packed", "forwards"  # what enable_inductor joins: a GPU has timed it
-_joins = rewriting.joins_of(DEFAULT)  # the last ones given
+_joins = frozenset(rewriting.JOINS)  # the last ones given
 
 
 class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(): ...
@@ -53,13 +52,11 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     tensors, become layer_norm_bwd and rms_norm_bwd, unless the op would cut a fusion that saves more. Forwards stay
     with Inductor, which fuses them with their neighbours, but for very wide rows and those that are joined.
 
-    join says what becomes one op with its norm: a name or some, "all", or () for nothing. By default these are all but
-    "pairs", which no GPU has timed in graphs yet.
+    join says what becomes one op with its norm: a name or some, "all", or () for nothing.
 
-    - "rotary": the norms of q and k and the rotation (RoPE) by halves behind both or before them.
-    - "pairs": the same for rotations by pairs.
-    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x.
-    - "behind": residual + gate * norm(x), or tanh(gate).
+    - "rotary": the norms of q and k and the rotation (RoPE), by halves or by pairs, behind both or before them.
+    - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x; and
+      residual + gate * norm(x), or tanh(gate).
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.
     - "packed": norms of q and k that are parts of one tensor beside v, with the gradient of that tensor.
     - "forwards": the forward of rows of more than 1024 columns, with a sum x + residual before the norm if there is
@@ -72,7 +69,7 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
     it again has no effect but on join. Graphs compiled before stay as they are until torch._dynamo.reset().
     """
 
-    def __init__(self, *, join: str | Iterable[str] = DEFAULT) -> None:
+    def __init__(self, *, join: str | Iterable[str] = "all") -> None:
         self._was_enabled, self._had_joins = _stock_compile_fx is not None, _joins
         _enable(rewriting.joins_of(join))
 
@@ -100,7 +97,7 @@ def compile_graph(graph: torch.fx.GraphModule, inputs: list, *, mode: str | None
     is enable_inductor's.
     """
     given = dict(options or {})
-    joins = rewriting.joins_of(given.pop("join", DEFAULT))
+    joins = rewriting.joins_of(given.pop("join", "all"))
     settings = _Settings(mode or "default", given, None).config
     compile_fx = _routed(_stock_compile_fx or inductor.compile_fx, lambda: joins)
     with config.patch(settings):

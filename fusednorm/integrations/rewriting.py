@@ -27,9 +27,8 @@ from .rotations import Pair
 from .routing import JOINED, MARK
 from .written import BUILT_IN, OURS, find, find_called, kind_of, memory_written_in, reads_any, value_of
 
-FINDERS = {"modulated": modulations.find, "behind": modulations.find_behind, "gated": gates.find}
-ROTATIONS = "rotary", "pairs"  # by halves, by pairs
-JOINS = *ROTATIONS, *FINDERS, *folding.JOINS  # what becomes one op together with a norm, by the names that a user gives
+FINDERS = {"modulated": (modulations.find, modulations.find_behind), "gated": (gates.find,)}
+JOINS = "rotary", *FINDERS, *folding.JOINS  # what becomes one op together with a norm, by the names that a user gives
 Result = TypeVar("Result")
 
 
@@ -74,12 +73,11 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
             found = [norm for norm in found if not reads_any(written, norm.y, norm.inputs)]
             called = [norm for node in nodes if joins and (norm := find_called(node))]
             norms = sorted([*found, *called], key=lambda norm: norm.y)
-            pairs = rotations.pairs_of(norms, written) if not joins.isdisjoint(ROTATIONS) else ()
-            pairs = [pair for pair in pairs if ROTATIONS[pair.first.turn.interleaved] in joins]
+            pairs = [*rotations.pairs_of(norms, written)] if "rotary" in joins else []
             joined = {of.norm.y for pair in pairs for of in pair.both}
             marks_of = dict(zip((norm.y for norm in norms), join_marks, strict=False))
             others = [norm for norm in norms if norm.y not in joined and marks_of[norm.y] not in left]
-            finders = [find for name, find in FINDERS.items() if name in joins]
+            finders = [each for name, finders in FINDERS.items() if name in joins for each in finders]
             calls = [(marks_of[of.norm.y], of) for of in joining.joined(others, finders, written)]
             joined |= {of.norm.y for _, of in calls}
             marked = [

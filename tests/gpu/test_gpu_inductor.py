@@ -419,7 +419,7 @@ JOINED = [
      ("rms_norm_fwd_of_sum", "rms_norm_bwd_residual")),
     (packed_heads, [(2, 300, 256), (256, 3 * 512), (64,), (64,)], "packed",
      ("head_norm_fwd", "head_norm_bwd_packed")),
-    (gated_behind, [*[(2, 300, 1536)] * 2, (2, 1536), (1536,)], "behind",
+    (gated_behind, [*[(2, 300, 1536)] * 2, (2, 1536), (1536,)], "modulated",
      ("rms_norm_fwd_modulated_plus_residual", "rms_norm_bwd_modulated")),
     (block, [*[(2, 300, 1536)] * 2, *[(2, 1536)] * 3], "modulated",
      ("layer_norm_fwd_of_gated_sum_modulated", "layer_norm_bwd_modulated")),

@@ -327,7 +327,7 @@ UNBOUND = [turn_pairs, turn_unbound_halves]
 @pytest.mark.parametrize("way", UNBOUND, ids=lambda way: way.__name__)
 def test_pairs_and_halves_that_a_view_has_are_found(way, swaps, norm):
     model, given = functools.partial(attention, turn=way, swaps=swaps, norm=norm), operands(BF16, table_dtype=FP32)
-    traced = trace(model, join="pairs" if way is turn_pairs else "rotary")
+    traced = trace(model, join="rotary")
     got, stock = results(traced, given), results(model, given)
     exact = results(model, [each.detach().to(FP32).requires_grad_(each.requires_grad) for each in given])
     for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
