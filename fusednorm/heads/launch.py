@@ -198,7 +198,8 @@ def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
         turned=problem.turned,
         pairs=problem.settings.interleaved,
         per_pair=problem.per_pair,
-        in_pairs=isinstance(narrow.forward, triton.JITFunction),  # Triton's interpreter knows no PTX
+        # Triton's interpreter knows no PTX. A thread has one element of parameters that are one column.
+        in_pairs=plan.chunk > 1 and isinstance(narrow.forward, triton.JITFunction),
     )
 
 

@@ -106,6 +106,12 @@ def test_kernels_compile_within_their_plans_without_spills(compiled, job):
     assert compiled[job].result() == []
 
 
+@pytest.mark.parametrize("more", [{"cols": 1}, {"cols": 1, "norm": "layer"}, {"cols": 2, "rotary": 2}], ids=str)
+def test_chunks_of_one_column_compile(workers, more):
+    """A thread has one element of their weight, which bfloat16 widened in pairs would not take."""
+    workers.submit(complaints, HeadCase(dtype=BF16, **more), 90).result()
+
+
 @pytest.mark.parametrize("cols", [64, 128, 256])
 def test_a_forward_does_not_move_its_rows_through_shared_memory(workers, cols):
     """To the layout of its weight: that took 1.6 times as long with 256 columns."""
