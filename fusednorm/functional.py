@@ -46,22 +46,7 @@ def layer_norm(
     torch.ops.fusednorm.layer_norm_fwd does, and torch.nn.functional's TypeError for an argument of another type.
     """
     y = native.y_of("layer_norm_fwd", (input, normalized_shape, weight, bias, eps))
-    if y is not None:
-        return y
-    if asks_function_modes() or (has_torch_function_variadic(input, weight, bias) and asks_subclasses()):
-        return _by_overrides(F.layer_norm, input, normalized_shape, weight, bias, eps)
-    try:
-        eps = eps if type(eps) is float else _number(eps)
-        if runs_kernels(input):
-            if _AUTOCASTS_LAYER_NORM and torch.is_autocast_enabled():
-                input, weight, bias = _upcast(input), _upcast(weight), _upcast(bias)
-            return autograd.y_of("layer", input, normalized_shape, weight, bias, eps)
-        if _is_mixture(input, weight, bias) and _match_our_signature(input, normalized_shape, weight, bias, eps):
-            return autograd.y_of("layer", input, normalized_shape, weight, bias, eps)
-    except Exception:
-        if eps is not None and _match_our_signature(input, normalized_shape, weight, bias, eps):
-            raise
-    return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return _in_python("layer", input, normalized_shape, eps, weight, bias) if y is None else y
 
 
 def rms_norm(
@@ -76,22 +61,26 @@ def rms_norm(
     torch.nn.functional's TypeError for an argument of another type.
     """
     y = native.y_of("rms_norm_fwd", (input, normalized_shape, weight, eps))
-    if y is not None:
-        return y
-    if asks_function_modes() or (has_torch_function_variadic(input, weight) and asks_subclasses()):
-        return _by_overrides(F.rms_norm, input, normalized_shape, weight, eps)
+    return _in_python("rms", input, normalized_shape, eps, weight) if y is None else y
+
+
+def _in_python(norm: str, input, normalized_shape, eps, weight, *bias) -> Tensor:
+    """layer_norm or, without a bias, rms_norm, where C++ does not run the call."""
+    stock, has_own_eps = getattr(F, f"{norm}_norm"), norm == "rms" and eps is None
+    if asks_function_modes() or (has_torch_function_variadic(input, weight, *bias) and asks_subclasses()):
+        return _by_overrides(stock, input, normalized_shape, weight, *bias, eps)
     try:
-        eps = eps if eps is None or type(eps) is float else _number(eps)
+        eps = eps if has_own_eps or type(eps) is float else _number(eps)
         if runs_kernels(input):
-            if _AUTOCASTS_RMS_NORM and torch.is_autocast_enabled():
-                input, weight = _upcast(input), _upcast(weight)
-            return autograd.y_of("rms", input, normalized_shape, weight, None, eps)
-        if _is_mixture(input, weight) and _match_our_signature(input, normalized_shape, weight, None, eps):
-            return autograd.y_of("rms", input, normalized_shape, weight, None, eps)
+            if _AUTOCASTS[norm] and torch.is_autocast_enabled():
+                input, weight, *bias = map(_upcast, (input, weight, *bias))
+            return autograd.y_of(norm, input, normalized_shape, weight, *(bias or (None,)), eps)
+        if _is_mixture(input, weight, *bias) and _match_our_signature(input, normalized_shape, weight, *bias, eps=eps):
+            return autograd.y_of(norm, input, normalized_shape, weight, *(bias or (None,)), eps)
     except Exception:
-        if _match_our_signature(input, normalized_shape, weight, None, eps):
+        if (has_own_eps or eps is not None) and _match_our_signature(input, normalized_shape, weight, *bias, eps=eps):
             raise
-    return F.rms_norm(input, normalized_shape, weight, eps)
+    return stock(input, normalized_shape, weight, *bias, eps)
 
 
 def affine_layer_norm(
@@ -455,8 +444,7 @@ _IN_PLACE_OF_TORCHS = _InPlaceOfTorchs()
 # torch.compile shows F.rms_norm to modes as torch.rms_norm, which takes the same arguments.
 _OURS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
 
-_AUTOCASTS_LAYER_NORM = torch_compat.has_autocast_rule("aten::layer_norm")
-_AUTOCASTS_RMS_NORM = torch_compat.has_autocast_rule("aten::rms_norm")
+_AUTOCASTS = {norm: torch_compat.has_autocast_rule(f"aten::{norm}_norm") for norm in ("layer", "rms")}
 
 
 def _upcast(tensor: Tensor | None) -> Tensor | None:
@@ -479,14 +467,14 @@ def _number(eps: float) -> float:
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 
 
-def _match_our_signature(input, normalized_shape, weight, bias, eps) -> bool:
+def _match_our_signature(input, normalized_shape, *parameters, eps) -> bool:
     """Whether the arguments have the types of the signature and all tensors are strided. If so, errors are raised here.
     Otherwise the call goes to torch.nn.functional, which takes nested tensors and raises its own errors."""
     shape = normalized_shape if isinstance(normalized_shape, Sequence) else [None]
     return (
         isinstance(input, Tensor)
-        and all(each is None or isinstance(each, Tensor) for each in (weight, bias))
-        and all(each is None or (each.layout is torch.strided and not each.is_nested) for each in (input, weight, bias))
+        and all(each is None or isinstance(each, Tensor) for each in parameters)
+        and all(each is None or (each.layout is torch.strided and not each.is_nested) for each in (input, *parameters))
         and all(isinstance(size, (Integral, torch.SymInt)) and not isinstance(size, bool) for size in shape)
         and (eps is None or isinstance(eps, (float, torch.SymFloat)))
     )
