@@ -17,7 +17,7 @@ functions of its steps (rowmath.py: form_of). The planner asks for counts alone,
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
@@ -54,6 +54,11 @@ class FormSpec(NamedTuple):
     activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
     groups: int = 1  # of the columns: each has a mean and an rstd of its own
     rounds_steps: bool = False  # every step of combine, modulate and finish to the dtype that torch gives it
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What it has beside the plain norm."""
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
     @property
     def rows_before(self) -> int:

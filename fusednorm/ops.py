@@ -84,19 +84,7 @@ from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .host.program import Program
 from .namespace import NAMESPACE
-from .operands import (
-    FORWARD,
-    OPS,
-    TRANSLATIONS,
-    Op,
-    Operands,
-    Output,
-    Outputs,
-    Role,
-    Slot,
-    as_op,
-    wanted_outputs,
-)
+from .operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
 from .problem.calls import check_backward, check_forward
 from .problem.outputs import groups_of, output_dtype, stats_shape
 from .problem.validation import validate

@@ -196,15 +196,12 @@ def formula_of(module: nn.Module, known: dict[Any, Formula | Unrecognized]) -> F
     `known` keeps the answers for modules that differ in nothing but the numbers in their parameters."""
     subject = _norm_to_try(module)
     trials.check_tensors(module)
-    key = _key(module)
-    if key is None or key not in known:
+    key = _key(module) or id(module)
+    if key not in known:
         try:
-            answer = _by_trial(subject)
+            known[key] = _by_trial(subject)
         except Unrecognized as reason:
-            answer = reason
-        if key is None:
-            known = {}
-        known[key] = answer
+            known[key] = reason
     if isinstance(known[key], Unrecognized):
         raise Unrecognized(*known[key].args)
     return known[key]

@@ -69,8 +69,7 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
     for each in model.modules() if hasattr(model, "modules") else ():
         if isinstance(each, GraphModule):
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
-            found = [norm for node in nodes if kind_of(node) in ("rsqrt", "pow") and (norm := find(node))]
-            found = [norm for norm in found if not reads_any(written, norm.y, norm.inputs)]
+            found = [norm for node in nodes if (norm := find(node)) and not reads_any(written, norm.y, norm.inputs)]
             called = [norm for node in nodes if joins and (norm := find_called(node))]
             norms = sorted([*found, *called], key=lambda norm: norm.y)
             pairs = [*rotations.pairs_of(norms, written)] if "rotary" in joins else []

@@ -84,10 +84,9 @@ def _operator(name: str) -> Callable:
     return lambda self, *others: getattr(self.made, name)(*map(_made, others))
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
-    for _side in ("", "r"):
-        setattr(Deferred, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
-for _name in ("neg", "getitem", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge", "bool"):
+_OF_TWO = "add", "sub", "mul", "truediv", "matmul", "pow"
+_OTHERS = "neg", "getitem", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge", "bool"
+for _name in (*_OF_TWO, *map("r{}".format, _OF_TWO), *_OTHERS):
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
 
 

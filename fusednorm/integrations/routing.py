@@ -153,8 +153,7 @@ def place_of(meta: dict[str, Any]) -> str:
 def form_of(op: Op, arguments: dict[str, Any]) -> str:
     """What the op's FormSpec says beside the plain norm's."""
     form = operands_of(op.name, (), arguments).form or PLAIN
-    pairs = zip(form._fields, form, PLAIN, strict=True)
-    return ", ".join(f"{name}={value}" for name, value, plain in pairs if value != plain)
+    return ", ".join(f"{name}={value}" for name, value in form.changed.items())
 
 
 def form_of_join(op: Op) -> str:
@@ -216,7 +215,7 @@ class Decomposition:
     before: Callable | None
 
     def __call__(self, *args, **kwargs):
-        if _tracing.get():
+        if is_tracing():
             return self.decompose(named_arguments(self.ours, args, kwargs))
         return self.before(*args, **kwargs) if self.before else NotImplemented
 
@@ -280,17 +279,16 @@ def named_arguments(op, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {a.name: given.get(a.name, a.default_value) for a in op._schema.arguments}
 
 
-# All threads share Inductor's table of decompositions. _lock guards our changes to it. Where _tracing is False, our
-# entries behave as the entries that they replace.
+# All threads share Inductor's table of decompositions. _lock guards our changes to it. Where nothing is traced,
+# our entries behave as the entries that they replace.
 
 _lock = threading.RLock()
-_tracing: ContextVar[bool] = ContextVar("fusednorm_tracing", default=False)
-_forwards_wait: ContextVar[bool] = ContextVar("fusednorm_forwards_wait", default=False)
+_forwards_wait: ContextVar[bool | None] = ContextVar("fusednorm_forwards_wait", default=None)  # None: no tracing
 
 
 def is_tracing() -> bool:
     """Whether our decompositions are in force in this thread."""
-    return _tracing.get()
+    return _forwards_wait.get() is not None
 
 
 @contextlib.contextmanager
@@ -298,12 +296,11 @@ def decompositions_replaced(forwards_wait: bool = False) -> Iterator[None]:
     """Put our decompositions into Inductor's table, for tracing in this thread. Other threads that enter wait.
     forwards_wait: forwards stay ops, so that forwards.py decides on them."""
     with _lock, _changed_table(_replacements(decomposition.decompositions)):
-        tokens = [(each, each.set(value)) for each, value in ((_tracing, True), (_forwards_wait, forwards_wait))]
+        token = _forwards_wait.set(forwards_wait)
         try:
             yield
         finally:
-            for each, token in tokens:
-                each.reset(token)
+            _forwards_wait.reset(token)
 
 
 @contextlib.contextmanager
@@ -319,17 +316,15 @@ def decompositions_restored() -> Iterator[None]:
 def _replacements(table: dict[Any, Callable]) -> dict[Any, Decomposition]:
     replacements = {}
     for op in OPS.values():
-        if op.direction == FORWARD and not op.aten:
-            mine = getattr(ours, op.name).default
-            replacements[mine] = OfOurs(op, mine, as_op(op.name, reference.formula), table.get(mine))
-        if not op.aten:
-            continue
-        atens, mine = getattr(aten, op.aten).default, getattr(ours, op.name).default
-        stock = table[atens]
-        if isinstance(stock, Decomposition):
-            return {}
-        replacements[atens] = OfAten(op, mine, stock, stock)
-        replacements[mine] = OfOurs(op, mine, stock, table.get(mine))
+        mine, stock = getattr(ours, op.name).default, as_op(op.name, reference.formula)
+        if op.aten:
+            atens = getattr(aten, op.aten).default
+            stock = table[atens]
+            if isinstance(stock, Decomposition):
+                return {}
+            replacements[atens] = OfAten(op, mine, stock, stock)
+        if op.aten or op.direction == FORWARD:
+            replacements[mine] = OfOurs(op, mine, stock, table.get(mine))
     return replacements
 
 

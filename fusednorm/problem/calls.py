@@ -11,16 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import (
-    FORWARD,
-    OPS,
-    BackwardOperands,
-    ForwardOperands,
-    Operands,
-    Role,
-    Slot,
-    wanted_outputs,
-)
+from ..operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Role, Slot, wanted_outputs
 from ..planner import limits
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import MOST_CTAS

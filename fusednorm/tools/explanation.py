@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import DTYPE_NAMES
-from ..forms import PLAIN, FormSpec, require_one_of
+from ..forms import require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import OPS, ForwardOperands
@@ -97,8 +97,9 @@ class Explanation:
         where = f" on {self.device.name}" if self.device else ""
         groups = f"{problem.form.groups} groups of " if problem.form.groups > 1 else ""
         shape = f"{_count(self.rows, 'row')} of {groups}{_count(problem.cols, 'column')}"
+        form = ", ".join(f"{name} {value}" for name, value in problem.form.changed.items())
         lines = [
-            f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}{_form(problem.form)}",
+            f"{problem.norm}_norm {problem.direction}{where}: {shape}, {dtypes}{form and f'; form: {form}'}",
             f"  {plan.variant}: {reasons[plan.variant]}",
             *(f"  {text}" for text in [*self._resources(), *self.notes]),
             *(f"  not {' or '.join(variants)}: {reason}" for reason, variants in self._refused().items()),
@@ -203,12 +204,6 @@ def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str
         piece, loads, warps = piece_of_partials(cols, problem.acc_dtype.itemsize)
         found["sums"] = {"cols": piece, "num_loads": loads, "num_warps": warps, "dependent": device.places_dependents}
     return found
-
-
-def _form(form: FormSpec) -> str:
-    """What a form has beside the plain norm."""
-    changed = [f"{name} {value}" for name, value in form._asdict().items() if value != getattr(PLAIN, name)]
-    return f"; form: {', '.join(changed)}" if changed else ""
 
 
 def _count(number: int, name: str) -> str:

@@ -23,17 +23,7 @@ from ..functional import groups_of as number_of_groups
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
-from ..operands import (
-    FORMS,
-    FORWARD,
-    OPS,
-    OWN_OUTPUTS,
-    Op,
-    Operands,
-    Role,
-    derivative_of,
-    operands_of,
-)  # fmt: skip
+from ..operands import FORMS, FORWARD, OPS, OWN_OUTPUTS, Op, Operands, Role, derivative_of, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
