@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -56,8 +56,8 @@ def load() -> tuple[ModuleType | None, str]:
     return extension, ""
 
 
-def build(tick: Callable[[], None] = lambda: None) -> Path:
-    """Compile the extension, unless it is there. Returns its path. Calls `tick` once a second.
+def build() -> Path:
+    """Compile the extension, unless it is there. Returns its path.
 
     Raises RuntimeError if a compiler, a header or Triton (whose package has CUDA's header) is missing, or if the
     sources do not compile; the message begins with the compiler's first error. Raises OSError if the cache folder
@@ -69,16 +69,11 @@ def build(tick: Callable[[], None] = lambda: None) -> Path:
     with _alone(file.with_suffix(".lock")):
         if file.exists():
             return file
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder, tempfile.TemporaryFile("w+") as messages:
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder, file.name)
-            compiler = subprocess.Popen(_command(made), stdout=messages, stderr=messages)
-            while compiler.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    compiler.wait(1)
-                tick()
-            if compiler.returncode:
-                messages.seek(0)
-                raise RuntimeError(_first_error(messages.read()))
+            done = subprocess.run(_command(made), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                raise RuntimeError(_first_error(done.stdout))
             made.replace(file)  # at once: other processes see all of it or nothing
     return file
 

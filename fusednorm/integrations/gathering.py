@@ -11,12 +11,12 @@ large as an activation, and slow to add up (Mamba2's training step took 1.10 tim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
+from .edits import call_before
 from .paying import SUMS, VIEWS, is_fusible, is_over_rows, reached
 
 aten = torch.ops.aten
@@ -24,8 +24,8 @@ IS_WRONG = torch.__version__ < (2, 15)
 MANY_ROWS = 1024  # a mix-order reduction of these releases has over 3200, but for a mode in which it may have any
 
 
-def add_up(graph: Graph, call_before: Callable[..., Node]) -> None:
-    """Replace each concatenation of sums, in place. call_before(place, function, args) makes a node."""
+def add_up(graph: Graph) -> None:
+    """Replace each concatenation of sums, in place."""
     for node in [node for node in graph.nodes if node.target is aten.cat.default and _is_of_sums(node)]:
         parts, (dim, *_) = node.args[0], (*node.args[1:], node.kwargs.get("dim", 0))
         rank = len(node.meta["val"].shape)

@@ -11,7 +11,7 @@ from ..planner.plan import VARIANTS
 
 # The variants that the enclosing `with force(...)` blocks of this thread ask for, innermost last.
 _asked: ContextVar[tuple[str | None, ...]] = ContextVar("fusednorm_force", default=())
-_observers: list[Callable[[int], None]] = []
+_tell: Callable[[int], None] = int  # does nothing
 
 
 class force:  # noqa: N801  reads as a function: with force("pipelined"): ...
@@ -44,13 +44,9 @@ asked_variants = _asked.get  # the whole tuple, outermost first; a builtin metho
 
 
 def observe(observer: Callable[[int], None]) -> None:
-    """Call observer(1) when a `force` block begins in any thread, and observer(-1) when it ends."""
-    _observers.append(observer)
-
-
-def _tell(change: int) -> None:
-    for observer in _observers:
-        observer(change)
+    """From now on call observer(1) when a `force` block begins in any thread, and observer(-1) when it ends."""
+    global _tell
+    _tell = observer
 
 
 def forced_variant() -> str | None:

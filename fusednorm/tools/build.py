@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 import sys
 
@@ -14,17 +13,11 @@ from ..host import building
 def run_build() -> int:
     """Build the extension if it is not there. Returns 1, with the compiler's messages, if that is not possible."""
     what = f"the host side in C++, for torch {torch.__version__} and Python {platform.python_version()}"
-    seconds = itertools.count(1)
-
-    def tick() -> None:
-        if sys.stdout.isatty():
-            print(f"\r{next(seconds)} s ", end="", flush=True)
-
     try:
         if building.load()[0] is None:
             print(f"Compiling {what}. This takes about a minute.", flush=True)
-        print(f"\rBuilt {what}: {building.build(tick)}")
+        print(f"Built {what}: {building.build()}")
     except (RuntimeError, OSError) as error:
-        print(f"\r{error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
