@@ -126,26 +126,13 @@ def describe(device: torch.device) -> str:
 # The model
 
 
-class Block(nn.Module):
+def block(size: Size) -> nn.TransformerEncoderLayer:
     """A pre-norm transformer block: a LayerNorm before the attention, an RMSNorm before the MLP."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.attention_norm = nn.LayerNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.attention_out = nn.Linear(size.width, size.width)
-        self.mlp_norm = nn.RMSNorm(size.width)
-        inner = 4 * size.width
-        self.mlp = nn.Sequential(nn.Linear(size.width, inner), nn.GELU(), nn.Linear(inner, size.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, context, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, context, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
-        return x + self.mlp(self.mlp_norm(x))
+    made = nn.TransformerEncoderLayer(
+        size.width, size.heads, 4 * size.width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    made.norm2 = nn.RMSNorm(size.width)
+    return made
 
 
 class GPT(nn.Module):
@@ -155,14 +142,15 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(256, size.width)
         self.position = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(block(size) for _ in range(size.blocks))
         self.final_norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], x.device, x.dtype)
+        for each in self.blocks:
+            x = each(x, mask, is_causal=True)
         return self.head(self.final_norm(x))
 
     def loss(self, tokens: Tensor) -> Tensor:
@@ -196,10 +184,10 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
     True if all outputs are within their bounds."""
     first, last = model.blocks[0], model.blocks[-1]
     norms = {
-        "first attention": first.attention_norm,
-        "first MLP": first.mlp_norm,
-        "last attention": last.attention_norm,
-        "last MLP": last.mlp_norm,
+        "first attention": first.norm1,
+        "first MLP": first.norm2,
+        "last attention": last.norm1,
+        "last MLP": last.norm2,
         "final": model.final_norm,
     }
     seen: dict[str, list[Tensor]] = {label: [] for label in norms}
