@@ -18,24 +18,22 @@ from torch.nn import functional as F
 from ..functional import gated_op
 from ..operands import OPS
 from .joining import Joined, behind_float_casts, has_shape_of, narrowed_to
-from .written import Written, only_user, other_factor, rest, terms_of, uncast, value_of
+from .written import Written, both_orders, only_user, other_factor, rest, terms_of, uncast, uncast_all, value_of
 
 ACTIVATIONS = {F.silu: "silu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", "sigmoid": "sigmoid"}
 VIEWS = "view", "reshape", "unflatten", "flatten"
 
 
 def find(norm: Written) -> Iterator[Joined]:
-    x = norm.x
-    while (narrower := uncast(x)) is not x:
-        x = narrower
+    x = uncast_all(norm.x)
     y = behind_float_casts(norm.y)
     product = only_user(y)
     if gate := _activated(other_factor(y, product), x):
         yield _joined(norm, norm, True, x, narrowed_to(product, x), gate)
     inner, x_hat, groups = _of_groups(norm)
-    for factor, other in _orders(inner):
+    for factor, other in both_orders(terms_of(inner, "mul")):
         x = uncast(factor)
-        if gate := _activated(other, x):
+        if gate := isinstance(x, Node) and _activated(other, x):
             whole = rest(norm._replace(x=x, y=x_hat, weight=None)) if norm.x_hat else norm
             if whole:
                 yield _joined(norm, whole, False, x, narrowed_to(whole.y, x), gate, groups)
@@ -69,8 +67,3 @@ def _of_groups(norm: Written) -> tuple[Node, Node, int]:
     is_one_dim_less = value_of(whole).dim() == value_of(inner).dim() - 1 and has_shape_of(behind, whole)
     are_groups = is_one_dim_less and isinstance(count, int) and value_of(whole).shape[-1] == count * size
     return (whole, behind, count) if are_groups else (inner, x_hat, 1)
-
-
-def _orders(product: Node) -> list[tuple[Node, Node]]:
-    one, other = terms_of(product, "mul") or (None, None)
-    return [(a, b) for a, b in ((one, other), (other, one)) if isinstance(a, Node) and isinstance(b, Node)]

@@ -22,7 +22,7 @@ from torch.fx import Node
 from ..operands import FORWARD, OPS, WAYS
 from .edits import is_equal
 from .joining import Joined, behind_float_casts, has_shape_of, is_float, narrowed_to
-from .written import Written, kind_of, only_user, terms_of, uncast, value_of, with_number
+from .written import Written, both_orders, kind_of, only_user, terms_of, uncast, uncast_all, value_of, with_number
 
 TANH = torch.tanh, "tanh"
 
@@ -60,9 +60,7 @@ def find(norm: Written) -> Iterator[Joined]:
 
 def find_behind(norm: Written) -> Iterator[Joined]:
     """To join it with a gated residual behind it."""
-    x = norm.x
-    while (narrower := uncast(x)) is not x:
-        x = narrower
+    x = uncast_all(norm.x)
     user, residual, factor = _multiplied(norm)
     if user is not None and residual is None:
         product, user = user, only_user(user)
@@ -122,16 +120,12 @@ def _gated_sums(total: Node) -> Iterator[tuple[Node, Node, Node]]:
     """The ways to see it as residual + gate * branch."""
     fused = terms_of(total, "addcmul", 3)
     sums = [(fused[0], fused[1:])] if fused else []
-    for residual, product in _both_orders([uncast(each) for each in terms_of(total, "add") or ()]):
+    for residual, product in both_orders([uncast(each) for each in terms_of(total, "add") or ()]):
         if only_user(product):
             sums.append((residual, terms_of(product, "mul")))
     for residual, factors in sums:
-        for gate, branch in _both_orders([uncast(each) for each in factors or ()]):
+        for gate, branch in both_orders([uncast(each) for each in factors or ()]):
             yield uncast(residual), gate, branch
-
-
-def _both_orders(pair: list) -> list[list]:
-    return [pair, pair[::-1]] if pair else []
 
 
 def _is_view(node: Any) -> bool:

@@ -203,6 +203,10 @@ def terms_of(node: Any, kind: str, count: int = 2) -> list | None:
     return list(node.args) if kind_of(node) == kind and len(node.args) == count and not node.kwargs else None
 
 
+def both_orders(pair: list | None) -> list[list]:
+    return [pair, pair[::-1]] if pair else []
+
+
 def other_factor(factor: Node, product: Node) -> Node | None:
     """The other factor of a product."""
     operands = terms_of(product, "mul")
@@ -249,3 +253,10 @@ def uncast(node: Any) -> Any:
     if not (isinstance(before, Tensor) and before.device == after.device and before.dtype in FLOAT_DTYPES):
         return node
     return source if torch.promote_types(before.dtype, after.dtype) == after.dtype else node
+
+
+def uncast_all(node: Any) -> Any:
+    """Behind all such casts."""
+    while (source := uncast(node)) is not node:
+        node = source
+    return node

@@ -100,17 +100,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def wanted_of(options: argparse.Namespace, cols: int, rows: int) -> Wanted:
     """A call of contiguous rows with all outputs wanted."""
-    sample_rows = samples_of("plan", options.sample_rows, rows)
-    dtype, has_bias = DTYPES[options.dtype], options.norm == "layer"
-    weight_dtype = DTYPES[options.weight_dtype] if options.weight_dtype else dtype
-    of_gate = options.activation, options.group_size
-    modulation_dtype = DTYPES[options.modulation_dtype] if options.modulation_dtype else None
-    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
-    named = options.form, options.weight_offset, options.rounding, *of_gate
-    form, settings = form_named("plan", *named, **of_modulations)
-    mask = True, True, has_bias
-    expected = weight_dtype, has_bias, mask, None, form, settings, *of_modulations.values()
-    return Wanted(options.norm, options.direction, cols, dtype, *expected)
+    samples, modulations = samples_of("plan", options.sample_rows, rows), DTYPES.get(options.modulation_dtype)
+    named = options.form, options.weight_offset, options.rounding, options.activation, options.group_size
+    form, settings = form_named("plan", *named, sample_rows=samples, modulation_dtype=modulations)
+    has_bias = options.norm == "layer"
+    dtypes = DTYPES[options.dtype], DTYPES[options.weight_dtype or options.dtype]
+    more = has_bias, (True, True, has_bias), None, form, settings, samples, modulations
+    return Wanted(options.norm, options.direction, cols, *dtypes, *more)
 
 
 def region(plan: Plan) -> str:
