@@ -93,9 +93,6 @@ class Formula:
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
     rounds_x_hat: tuple[bool, bool]  # whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one
 
-    def __str__(self) -> str:
-        return str(self.computes)
-
 
 class NormByHand(nn.Module):
     """The forward of a norm written by hand, on our kernels. A mixin to put before the norm's class; it computes

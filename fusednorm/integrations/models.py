@@ -160,7 +160,7 @@ def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
         if own.forward is stock.forward or (isinstance(module, stock) and returns_stock_norm(module)):
             return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
     formula = formula_of(module, known)
-    return _fused_class(NormByHand, own, formula), f"{formula}, written by hand"
+    return _fused_class(NormByHand, own, formula), f"{formula.computes}, written by hand"
 
 
 class _MadeAtRunTime:

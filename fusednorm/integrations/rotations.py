@@ -24,7 +24,7 @@ from ..heads.plan import choose
 from ..heads.problem import Heads, Settings, validate
 from ..host import gpus
 from ..namespace import TORCH_OPS
-from ..operands import OPS, WAYS
+from ..operands import FORWARD, OPS, WAYS
 from ..planner.plan import ReferencePlan
 from . import routing
 from .paying import reached
@@ -200,17 +200,15 @@ def _is_taken(pair: Pair) -> bool:
     except RuntimeError:
         return False
     dtypes = [(heads.output_dtype(at), value_of(each.y).dtype) for at, each in enumerate(pair.both)]
-    return all({*both} == {x.dtype} for both, x in zip(dtypes, xs, strict=True)) and _has_kernel(heads)
+    if not all({*both} == {x.dtype} for both, x in zip(dtypes, xs, strict=True)):
+        return False
+    dtype = xs[0].dtype
+    problem = HeadProblem(FORWARD, 2, heads.cols, dtype, dtype, None, None, heads.settings, turned=heads.rotary_dim)
+    return has_kernel(problem, xs[0].device)
 
 
-def _has_kernel(heads: Heads) -> bool:
-    x = heads.inputs[0]
-    if x.device.type != "cuda":
-        return True
-    problem = HeadProblem(
-        "forward", 2, heads.cols, x.dtype, x.dtype, None, None, heads.settings, turned=heads.rotary_dim
-    )
-    return not isinstance(choose(problem, gpus.spec_of(x.device)), ReferencePlan)
+def has_kernel(problem: HeadProblem, device: torch.device) -> bool:
+    return device.type != "cuda" or not isinstance(choose(problem, gpus.spec_of(device)), ReferencePlan)
 
 
 def _swapped(tensor: Tensor, if_: bool) -> Tensor:
