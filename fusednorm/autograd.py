@@ -120,11 +120,11 @@ class NodeInfo(NamedTuple):
         operands = self.operands(grad_y, saved, mask, more)
         return dict(zip([each.name for each in operands.outputs], self.outputs(operands), strict=True))
 
-    def outputs(self, operands: BackwardOperands, by_dispatcher: bool = False) -> Outputs:
-        """The same in order. `by_dispatcher` is for plain calls that are known in C++."""
+    def outputs(self, operands: BackwardOperands) -> Outputs:
+        """The same in order."""
         if self.statistics_inside and torch.is_grad_enabled():
             return differentiable_backward(operands, self.eps)
-        return self._backward(operands, by_dispatcher)
+        return self._backward(operands)
 
     def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
         return backward_of(
@@ -137,11 +137,7 @@ class NodeInfo(NamedTuple):
             **more,
         )
 
-    def is_in_force(self) -> bool:
-        """Whether what was asked for of the forward is asked for now."""
-        return self.asked == asked_variants() and self.invariance == invariance.switch.invariance()
-
-    def _backward(self, operands: BackwardOperands, by_dispatcher: bool) -> Outputs:
+    def _backward(self, operands: BackwardOperands) -> Outputs:
         if not torch.compiler.is_dynamo_compiling():
             # What was asked for of the forward, not of autograd's thread.
             if self.asked != asked_variants():
@@ -150,8 +146,6 @@ class NodeInfo(NamedTuple):
             if self.invariance != invariance.switch.invariance():
                 with as_in_forward(self.invariance):
                     return _backward(operands)
-        if by_dispatcher:
-            return call_op(_overload(operands), operands)
         if not (_is_seen() or torch.is_grad_enabled() or is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
@@ -262,23 +256,15 @@ def info_for_backward(op: str, eps: float | None) -> NodeInfo | None:
 
 def outputs_of(name: str, arguments: tuple) -> Sequence[Tensor | None]:
     """The outputs of an op inside a Function, for all of its arguments by position, those of lists one by one."""
-    outputs = native.outputs_of(name, arguments)
-    if outputs is None:
-        operands = operands_by_position(name, arguments)
-        outputs = _own_outputs(name, call_op(_overload(operands), operands))
-    return outputs
+    operands = operands_by_position(name, arguments)
+    return _own_outputs(name, call_op(_overload(operands), operands))
 
 
 def gradients_of(info: NodeInfo | None, name: str, arguments: tuple) -> Sequence[Tensor | None]:
     """The same for a backward op, in the backward of a Function that is no NormFunction."""
-    if info is None or info.is_in_force():
-        grads = native.outputs_of(name, arguments)
-        if grads is not None:
-            return grads
-    operands = operands_by_position(name, arguments)
     if info is None:
-        return _own_outputs(name, call_op(_overload(operands), operands))
-    return _own_outputs(name, info.outputs(operands, by_dispatcher=native.extension is not None))
+        return outputs_of(name, arguments)
+    return _own_outputs(name, info.outputs(operands_by_position(name, arguments)))
 
 
 def _own_outputs(name: str, outputs: Outputs) -> Sequence[Tensor | None]:

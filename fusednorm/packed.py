@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from . import autograd, functional
 from .forms import ROUNDINGS
+from .host import native
 from .host.torch_compat import recorder
 from .problem.validation import require_strided
 
@@ -71,14 +72,23 @@ def _packed(
     places = _checked(op, packed, x, gate)
     cols = places[0][1] - places[0][0]
     groups = 1 if group_size is None else functional.groups_of(op, group_size, cols)
+    settings = eps, weight_offset, ROUNDINGS.get(rounding), None, activation, groups
+    outputs = _in_cpp(op, places, packed, (packed, (cols,), packed, weight, bias, *settings))
+    if outputs is not None:
+        return outputs
     record = recorder(PackedFunction, packed, weight, bias)
     if record is None:
         x, gate = _columns(packed, places)
         more = (cols,), weight_offset, rounding, (activation, groups)
-        return functional.of_form(op, x, (gate,), weight, bias, eps, *more), *_others(packed, places)
+        return functional.of_form(op, x, (gate,), weight, bias, eps, *more), *_columns(packed, _others(packed, places))
     functional.require_settings(op, eps, weight_offset, rounding)
-    settings = eps, float(weight_offset), ROUNDINGS[rounding], None, activation, groups
-    return record(op, places, settings, packed, weight, bias)
+    return record(op, places, (eps, float(weight_offset), *settings[2:]), packed, weight, bias)
+
+
+def _in_cpp(op: str, places: tuple[Columns, Columns], packed: Tensor, arguments: tuple) -> tuple[Tensor, ...] | None:
+    ranges = [number for start, stop in (*places, *_others(packed, places)) for number in (start, stop - start)]
+    (x_at, _), (gate_at, _), width = *places, packed.shape[-1]
+    return native.y_of_parts(op, (width,), ranges, (width, x_at, gate_at), arguments)
 
 
 def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
@@ -98,12 +108,12 @@ def _columns(packed: Tensor, ranges: Sequence[Columns]) -> list[Tensor]:
     return [packed[..., start:stop] for start, stop in ranges]
 
 
-def _others(packed: Tensor, places: tuple[Columns, Columns]) -> list[Tensor]:
-    """The other columns, as views."""
+def _others(packed: Tensor, places: tuple[Columns, Columns]) -> list[Columns]:
+    """The ranges of the other columns."""
     x, gate = places
     (first, end), (last, last_end) = (x, gate) if x[0] < gate[0] else (gate, x)  # Dynamo sorts no symbolic numbers
     runs = (0, first), (end, last), (last_end, packed.shape[-1])
-    return _columns(packed, [(start, stop) for start, stop in runs if stop > start])
+    return [(start, stop) for start, stop in runs if stop > start]
 
 
 class PackedFunction(Function):
@@ -119,7 +129,7 @@ class PackedFunction(Function):
         ctx.width = packed.shape[-1]  # in a backward, Dynamo would take it for a stride of a gradient, and be wrong
         ctx.op, ctx.places, ctx.settings = op, places, settings
         ctx.info = autograd.info_for_backward(op, settings[0])
-        return y, *_others(packed, places)
+        return y, *_columns(packed, _others(packed, places))
 
     @staticmethod
     def backward(ctx, grad_y, *grads):
@@ -143,5 +153,5 @@ def _side_by_side(grads, packed: Tensor, places: tuple[Columns, Columns]) -> Ten
         return None
     if len(grads) == 1:
         return grads[0]
-    pairs = zip(grads, _others(packed, places), strict=True)
+    pairs = zip(grads, _columns(packed, _others(packed, places)), strict=True)
     return torch.cat([torch.zeros_like(of) if grad is None else grad for grad, of in pairs], -1)

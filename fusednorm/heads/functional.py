@@ -138,19 +138,22 @@ def qk_norm_packed(
     settings, eps = _settings(op, norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding)
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
     require_strided(op, "qkv", qkv)
-    packing.check(op, qkv)
+    cols = packing.check(op, qkv)
     cos, sin = _tables(op, rotary, qkv.dim() + 1, -2)
     if grouped and cos is not None:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    record = recorder(PackedFunction, qkv, *parameters)
-    if record is None:
-        *both, v = packing.split(qkv)
-        q, k = _forward(op, _of(*both, parameters, cos, sin, eps, settings))
-    else:
+    of_q, of_k, of_v = packing.counts
+    ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, eps, *settings)
+    made = native.y_of_parts(FORWARD, packing.sizes(cols), ranges, packing, arguments)
+    record = None if made is not None else recorder(PackedFunction, qkv, *parameters)
+    if record is not None:
         if torch.compiler.is_compiling():  # Dynamo of torch 2.15 wants tensors of its own
             parameters = [each if each is None else each.view_as(each) for each in parameters]
-        q, k, v = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
-    return tuple(each.flatten(-3, -2) if grouped else each for each in (q, k, v))
+        made = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
+    elif made is None:
+        *both, v = packing.split(qkv)
+        made = *_forward(op, _of(*both, parameters, cos, sin, eps, settings)), v
+    return tuple([each.flatten(-3, -2) for each in made]) if grouped else made
 
 
 class PackedFunction(Function):

@@ -146,14 +146,19 @@ class Packing(NamedTuple):
             raise RuntimeError(f"{op}: qkv must end in a multiple of {many} columns, got {_shape(packed)}")
         return packed.shape[-1] // many
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The heads of q, k and v, of a group if grouped."""
+        return (self.heads // self.kv_heads, 1, 1) if self.grouped else (self.heads, self.kv_heads, self.kv_heads)
+
+    def sizes(self, cols: int) -> tuple[int, ...]:
+        """Of the dims that take the place of the last one."""
+        groups = (self.kv_heads,) if self.grouped else ()
+        return *groups, sum(self.counts), cols
+
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views: q `[..., heads, D]`, k and v `[..., kv_heads, D]`; if grouped, `[..., kv_heads, heads of one, D]`."""
-        if self.grouped:
-            each = self.heads // self.kv_heads
-            groups = packed.unflatten(-1, (self.kv_heads, each + 2, -1))
-            return groups[..., :each, :], groups[..., each : each + 1, :], groups[..., each + 1 :, :]
-        rows = packed.unflatten(-1, (self.heads + 2 * self.kv_heads, -1))
-        q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], -2)
+        q, k, v = packed.unflatten(-1, self.sizes(-1)).split(self.counts, -2)
         return q, k, v
 
     def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -117,10 +117,11 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
         returns_list=op.of_lists,
     )
-    for forward in [TRANSLATIONS[name].op for name in _numbers]:
-        backward = TRANSLATIONS[forward.name].backward if forward.direction == FORWARD else None
-        if backward in _numbers and op.name in (forward.name, backward):
-            _connect(forward, TRANSLATIONS[backward].op)
+    for forward in [TRANSLATIONS[name].op for name in _numbers if TRANSLATIONS[name].op.direction == FORWARD]:
+        for packed in (False, True):
+            backward = TRANSLATIONS[forward.name].backward + "_packed" * packed
+            if backward in _numbers and op.name in (forward.name, backward):
+                _connect(forward, TRANSLATIONS[backward].op, packed)
 
 
 def _role(op: Op, slot: Slot) -> str:
@@ -134,8 +135,9 @@ def _role(op: Op, slot: Slot) -> str:
     return {Role.EPS: "NUMBER", Role.COUNT: "INTEGER", Role.BOOL: "FLAG"}.get(slot.role, slot.role.name)
 
 
-def _connect(forward: Op, backward: Op) -> None:
-    """Tell C++ how the autograd node of a forward calls its backward: derivative_of, with places in place of names."""
+def _connect(forward: Op, backward: Op, packed: bool) -> None:
+    """Tell C++ how the autograd node of a forward calls its backward: derivative_of, with places in place of names. The
+    node of a packed tensor, whose parts are the forward's first two tensors, has it in place of the first one."""
     by, names = derivative_of(forward.name), TRANSLATIONS[forward.name].type.tensor_names
     tensors, inputs, settings = _tensors(forward), _tensors(backward), _settings(forward)
     outputs, grads = ([each.name for each in TRANSLATIONS[op.name].type.outputs] for op in (forward, backward))
@@ -144,10 +146,19 @@ def _connect(forward: Op, backward: Op) -> None:
     kept = {name: source for name, source in kept.items() if name in inputs and source in there}
     of_outputs = [each.gradient for each in TRANSLATIONS[forward.name].type.outputs]
     sources, gradients = [*kept, *of_outputs], dict(zip(names, by.gradients, strict=True))
+    if packed:
+        first, second = tensors[:2]
+        takes_parts = kept.pop(second, None) is not None
+        (behind,) = {slot.name for slot in backward.inputs if slot.role.is_tensor} - {first, *sources}
+        sources = [None if takes_parts else first, *list(kept)[1:], first, second, *of_outputs, behind]
+        gradients[second] = gradients[first]
     dtypes = {"output_mask": []} | {name: [tensors.index(names[at]) for at in ats] for name, ats in by.dtypes}
+    integers = [name for name in _settings(backward) if packed and name not in (*by.settings, *dtypes)]
+    settings += integers
     extension.set_backward(
         forward=_numbers[forward.name],
         backward=_numbers[backward.name],
+        packed=packed,
         saved=[[*tensors, *outputs].index(each) for each in kept.values()],
         sources=[sources.index(each) if each in sources else None for each in inputs],
         gradients=[[*grads, *of_outputs].index(gradients[each]) for each in tensors],
@@ -156,7 +167,7 @@ def _connect(forward: Op, backward: Op) -> None:
         copies=[grads.index(name) for name in by.copies],
         settings=[
             extension.Setting(of_forward=settings.index(name))
-            if name in by.settings
+            if name in (*by.settings, *integers)
             else extension.Setting(dtype_of=dtypes[name])
             if name in dtypes
             else extension.Setting(name=backward.slot(name).default)
@@ -183,12 +194,14 @@ def y_of(name: str, arguments: tuple) -> Any:
     return extension.y_of(_numbers[name], *arguments)
 
 
-def outputs_of(name: str, arguments: tuple) -> tuple[Any, ...] | None:
-    """All outputs of an op of either direction, for all of its arguments by position, those of lists one by one. None
-    if autograd records the call, or Python must run it."""
+def y_of_parts(name: str, sizes: tuple, ranges: tuple, integers: tuple, arguments: tuple) -> tuple[Any, ...] | None:
+    """The same of a forward whose first two tensors are parts of one, which is given for each: a tuple, with the other
+    parts, which are views. The whole has `sizes` in place of its last dim. The parts are ranges (start, length,
+    start, ...) of the last one of these or, if there are several, of the one before. integers: what the backward takes
+    beside the forward's settings."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
-    return extension.outputs_of(_numbers[name], *arguments)
+    return extension.y_of_parts(sizes, ranges, integers, _numbers[name], *arguments)
 
 
 def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:

@@ -29,7 +29,11 @@ bool needs_python(const Given& given) {
 Outputs run_above(const Given& given) {
   bool python = needs_python(given);
   if (!python && !is_recorded(given.differentiable())) return run(given, true);
-  if (!python && given.op.backward) return record_forward(given, /*statistics_inside=*/false);
+  if (!python && given.op.backward) {
+    Outputs outputs = run(given, true);
+    record(given, outputs, /*statistics_inside=*/false);
+    return outputs;
+  }
   py::gil_scoped_acquire gil;
   return to_tensors(given.op.above(*to_python(given)));
 }
@@ -80,13 +84,6 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
       given.settings.push_back(
           is_none ? NONE : static_cast<int64_t>(reinterpret_cast<THPDtype*>(argument)->scalar_type));
       return true;
-    case Role::MASK: {
-      if (!PyTuple_Check(argument)) return false;
-      c10::SmallVector<bool, 8> flags;
-      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(argument); ++i) flags.push_back(PyTuple_GET_ITEM(argument, i) == Py_True);
-      given.settings.push_back(as_setting(flags));
-      return true;
-    }
     default:
       if (!is_none && !THPVariable_CheckTypeExact(Py_TYPE(argument))) return false;
       given.tensors.push_back(is_none ? &undefined() : &THPVariable_Unpack(argument));
@@ -110,17 +107,10 @@ optional<Given> from_python(PyObject* const* arguments, Py_ssize_t count) {
   return given;
 }
 
-PyObject* to_tuple(const Outputs& outputs, const std::vector<size_t>& which) {
-  py::tuple made(which.size());
-  for (size_t i = 0; i < which.size(); ++i) made[i] = to_python(outputs[which[i]]);
-  return made.release().ptr();
-}
-
-// A forward, without statistics that no backward will read: y, or a tuple of y and the outputs behind the statistics.
-// Returns None for calls that Python must run.
-PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  optional<Given> given = from_python(arguments, count);
+// A forward, without statistics that no backward will read: y, or a tuple of y and the outputs behind the statistics, and
+// of the other Parts. With Parts, the first two tensors are the whole that they are parts of, and `integers` are what the
+// backward takes beside the forward's settings. Returns None for calls that Python must run.
+PyObject* run_forward(optional<Given> given, const Parts& parts = {}, const std::vector<int64_t>& integers = {}) {
   if (!given) Py_RETURN_NONE;
   const Op& op = given->op;
   bool recorded = is_recorded(given->tensors);
@@ -128,27 +118,42 @@ PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Outputs outputs;
   {
     py::gil_scoped_release released;
-    at::RecordFunction record(at::RecordScope::FUNCTION);
-    show_to_profiler(record, *given);
+    at::RecordFunction shown(at::RecordScope::FUNCTION);
+    show_to_profiler(shown, *given);
     if (op.wants_statistics) given->settings[*op.wants_statistics] = recorded;
-    outputs = recorded ? record_forward(*given, /*statistics_inside=*/true) : run(*given, true);
+    if (!parts) {
+      outputs = run(*given, true);
+    } else {
+      const Tensor& whole = *std::exchange(given->tensors[1], &undefined());
+      outputs = run_of_parts(*given, parts);
+      at::AutoGradMode mode(at::GradMode::is_enabled() && !recorded);
+      outputs.append(parts.others(whole));
+      given->settings.append(integers.begin(), integers.end());
+    }
+    if (recorded) record(*given, outputs, /*statistics_inside=*/true, parts);
   }
-  if (op.without_statistics.size() == 1) return THPVariable_Wrap(outputs[0]);
-  return to_tuple(outputs, op.without_statistics);
+  if (!parts && op.without_statistics.size() == 1) return THPVariable_Wrap(outputs[0]);
+  py::tuple made(op.without_statistics.size() + outputs.size() - op.num_outputs);
+  size_t at = 0;
+  for (size_t each : op.without_statistics) made[at++] = to_python(outputs[each]);
+  for (size_t each = op.num_outputs; each < outputs.size(); ++each) made[at++] = to_python(outputs[each]);
+  return made.release().ptr();
+}
+
+PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  return run_forward(from_python(arguments, count));
   END_HANDLE_TH_ERRORS
 }
 
-// A tuple of all outputs of an op of either direction that autograd does not record. Returns None for other calls.
-PyObject* outputs_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// The same behind the Parts (sizes and ranges) and the integers.
+PyObject* y_of_parts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  optional<Given> given = from_python(arguments, count);
-  if (!given || is_recorded(given->tensors)) Py_RETURN_NONE;
-  Outputs outputs;
-  {
-    py::gil_scoped_release released;
-    outputs = run_shown(*given);
-  }
-  return to_tuple(outputs, given->op.outputs);
+  optional<Given> given = from_python(arguments + 3, count - 3);
+  py::detail::make_caster<std::vector<int64_t>> integers[3];
+  for (int i = 0; i < 3; ++i)
+    if (!given || !integers[i].load(arguments[i], /*convert=*/true)) Py_RETURN_NONE;
+  return run_forward(std::move(given), {integers[0], integers[1]}, integers[2]);
   END_HANDLE_TH_ERRORS
 }
 
@@ -157,7 +162,7 @@ PyObject* invariance(PyObject*, PyObject*) { return PyLong_FromLongLong(fusednor
 PyMethodDef functions[] = {
     {"invariance", invariance, METH_NOARGS, nullptr},
     {"y_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of)), METH_FASTCALL, nullptr},
-    {"outputs_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(outputs_of)), METH_FASTCALL, nullptr},
+    {"y_of_parts", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(y_of_parts)), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -386,14 +391,15 @@ PYBIND11_MODULE(_native, module) {
            }),
            py::kw_only(), py::arg("of_forward") = py::none(), py::arg("dtype_of") = std::vector<size_t>(),
            py::arg("name") = py::none());
-  module.def("set_backward", [](size_t forward, size_t backward, std::vector<size_t> saved,
+  module.def("set_backward", [](size_t forward, size_t backward, bool packed, std::vector<size_t> saved,
                                 std::vector<optional<size_t>> sources, std::vector<size_t> gradients,
                                 std::vector<size_t> passed, std::vector<size_t> of_dx,
                                 std::vector<Backward::Setting> settings, size_t eps, std::vector<size_t> copies) {
-    ops.at(forward)->backward = Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients),
-                                         std::move(passed), std::move(of_dx), std::move(copies), std::move(settings),
-                                         eps};
-  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("saved"), py::arg("sources"),
+    Op& op = *ops.at(forward);
+    (packed ? op.packed : op.backward) =
+        Backward{ops.at(backward), std::move(saved), std::move(sources), std::move(gradients), std::move(passed),
+                 std::move(of_dx), std::move(copies), std::move(settings), eps};
+  }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("packed"), py::arg("saved"), py::arg("sources"),
      py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"),
      py::arg("copies") = std::vector<size_t>());
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),

@@ -6,6 +6,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -65,6 +66,36 @@ inline Pointer owner_of(Owned* node, long) {
   return Pointer::unsafe_reclaim_from_nonowning(node);
 }
 
+// How parts lie in one tensor, the whole: with `sizes` in place of its last dim, they are ranges of the last dim, or of
+// the one before if there are several sizes. The first two are a norm's tensors.
+struct Parts {
+  std::vector<int64_t> sizes, ranges;  // a range is a start and a length
+
+  explicit operator bool() const { return !ranges.empty(); }
+
+  Outputs first_two(const Tensor& whole) const { return split(whole, 0, 4); }
+  Outputs others(const Tensor& whole) const { return split(whole, 4, ranges.size()); }
+
+  Outputs split(const Tensor& whole, size_t at, size_t end) const {
+    bool in_dims = sizes.size() > 1;
+    Tensor rows = in_dims ? whole.unflatten(-1, sizes) : whole;
+    Outputs found;
+    for (; at < end; at += 2) found.push_back(rows.narrow(in_dims ? -2 : -1, ranges[at], ranges[at + 1]));
+    return found;
+  }
+
+  // The gradients of the others side by side. Undefined if there is none.
+  Tensor join(const Tensor& whole, c10::ArrayRef<Tensor> grads) const {
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& each) { return each.defined(); })) return {};
+    if (grads.size() == 1) return grads[0];
+    std::vector<Tensor> found(grads.begin(), grads.end());
+    Outputs likes = others(whole);
+    for (size_t i = 0; i < found.size(); ++i)
+      if (!found[i].defined()) found[i] = at::zeros_like(likes[i]);
+    return at::cat(found, -1);
+  }
+};
+
 // The node of a forward. Its outputs are those of the op, or these without the statistics. It is no
 // torch::autograd::Function, because what that does for functions of any kind takes several microseconds of a forward
 // and its backward.
@@ -80,14 +111,16 @@ struct NormBackward : torch::autograd::Node {
     Given::Settings settings;  // of the backward op; its mask is not one yet
     int64_t eps;               // as a setting
     int64_t invariance;        // that is in force
+    Parts parts;               // of what the first tensor is, if the first two are parts of it
 
+    const Backward& backward() const { return parts ? *op.packed : *op.backward; }
     const std::vector<size_t>& outputs() const { return statistics_inside ? op.without_statistics : op.outputs; }
   };
 
-  NormBackward(const Given& given, bool statistics_inside)
+  NormBackward(const Given& given, bool statistics_inside, const Parts& parts)
       : info{given.op, statistics_inside, given.shape, {}, given.settings[given.op.backward->eps],
-             invariance_in_force()} {
-    for (const auto& each : info.op.backward->settings) {
+             invariance_in_force(), parts} {
+    for (const auto& each : info.backward().settings) {
       int64_t setting = each.of_forward ? given.settings[*each.of_forward] : each.constant;
       for (size_t at : each.dtype_of)
         if (const Tensor& tensor = *given.tensors[at]; tensor.defined()) {
@@ -104,7 +137,7 @@ struct NormBackward : torch::autograd::Node {
   }
 
   void save(const Given& given, const Outputs& outputs) {
-    for (size_t each : info.op.backward->saved) {
+    for (size_t each : info.backward().saved) {
       size_t tensors = given.tensors.size();
       saved.emplace_back(each < tensors ? *given.tensors[each] : outputs[each - tensors], is_output(saved.size()));
     }
@@ -120,10 +153,20 @@ struct NormBackward : torch::autograd::Node {
       const Info& info, const variable_list& grads, const variable_list& saved, const Flags& wanted) {
     AsInForward as_in_forward(info.invariance);
     const Op& op = info.op;
-    const Backward& backward = *op.backward;
+    const Backward& backward = info.backward();
     Given given(*backward.op);
-    Given::Tensors grad_of(op.num_outputs, &undefined());
-    for (size_t i = 0; i < grads.size(); ++i) grad_of[info.outputs()[i]] = &grads[i];
+    Given::Tensors grad_of(op.num_outputs, &undefined()), read;
+    size_t count = info.outputs().size();
+    for (size_t i = 0; i < count; ++i) grad_of[info.outputs()[i]] = &grads[i];
+    for (const Tensor& each : saved) read.push_back(&each);
+    Outputs parts(2);
+    Tensor of_others;
+    if (info.parts) {
+      if (contains(backward.sources, saved.size())) parts = info.parts.first_two(saved[0]);
+      for (const Tensor& each : parts) read.push_back(&each);
+      of_others = info.parts.join(saved[0], c10::ArrayRef<Tensor>(grads).slice(count));
+      grad_of.push_back(&of_others);
+    }
 
     given.shape = info.shape;
     given.settings = info.settings;
@@ -135,9 +178,9 @@ struct NormBackward : torch::autograd::Node {
     bool of_dx = false, runs = false;  // whether a wanted gradient is made of dx; whether the norm adds anything to some
     for (size_t i = 0; i < mask.size(); ++i) of_dx |= mask[i] && contains(backward.of_dx, given.op.outputs[i]);
     for (const auto& source : backward.sources) {
-      size_t output = source ? *source - saved.size() : 0;
-      bool is_gradient = source && *source >= saved.size();
-      given.tensors.push_back(!source ? &undefined() : is_gradient ? grad_of[output] : &saved[*source]);
+      size_t output = source ? *source - read.size() : 0;
+      bool is_gradient = source && *source >= read.size();
+      given.tensors.push_back(!source ? &undefined() : is_gradient ? grad_of[output] : read[*source]);
       runs |= is_gradient && given.tensors.back()->defined() && (of_dx || !contains(backward.passed, output));
     }
     runs &= contains(mask, true);
@@ -145,7 +188,7 @@ struct NormBackward : torch::autograd::Node {
     if (runs && !grad_of[0]->defined() && given.op.has_shape) {
       zeros = at::zeros_like(given.x());
       for (size_t i = 0; i < given.tensors.size(); ++i)
-        if (backward.sources[i] == saved.size()) given.tensors[i] = &zeros;
+        if (backward.sources[i] == read.size()) given.tensors[i] = &zeros;
     }
     Outputs found(given.op.num_outputs);
     Tensor& dx = found[DX];
@@ -217,18 +260,20 @@ struct NormBackward : torch::autograd::Node {
   static variable_list in_graph(const variable_list& grads, const std::vector<c10::IValue>& arguments) {
     compiled::PackedArgs packed(arguments);
     auto own = packed.unpack<std::vector<int64_t>>(), shape = packed.unpack<std::vector<int64_t>>(),
-         settings = packed.unpack<std::vector<int64_t>>();
+         settings = packed.unpack<std::vector<int64_t>>(), sizes = packed.unpack<std::vector<int64_t>>(),
+         ranges = packed.unpack<std::vector<int64_t>>();
     auto saved = packed.unpack<variable_list>();
     auto wanted = packed.unpack<std::vector<bool>>();
-    Info info{*ops.at(own[0]), own[1] != 0, Shape(shape), Given::Settings(settings), own[2], own[3]};
+    Info info{*ops.at(own[0]), own[1] != 0, Shape(shape), Given::Settings(settings), own[2], own[3],
+              {sizes, ranges}};
     return gradients(info, grads, saved, Flags(wanted.begin(), wanted.end()));
   }
 
   // The Info as `in_graph` reads it.
-  std::array<std::vector<int64_t>, 3> numbers() const {
+  std::array<std::vector<int64_t>, 5> numbers() const {
     return {std::vector<int64_t>{info.op.number, info.statistics_inside, info.eps, info.invariance},
             std::vector<int64_t>(info.shape.begin(), info.shape.end()),
-            std::vector<int64_t>(info.settings.begin(), info.settings.end())};
+            std::vector<int64_t>(info.settings.begin(), info.settings.end()), info.parts.sizes, info.parts.ranges};
   }
 
   variable_list unpacked() {
@@ -247,7 +292,7 @@ struct NormBackward : torch::autograd::Node {
 
   // Whether a saved tensor is an output of this node. If it were not one, it would be a constant to a second derivative.
   bool is_output(size_t at) const {
-    size_t place = info.op.backward->saved[at], tensors = info.op.tensors.size();
+    size_t place = info.backward().saved[at], tensors = info.op.tensors.size();
     return place >= tensors && contains(info.outputs(), place - tensors);
   }
 
@@ -255,17 +300,29 @@ struct NormBackward : torch::autograd::Node {
   c10::SmallVector<torch::autograd::SavedVariable, 5> saved;
 };
 
-// The outputs of a forward that C++ may run, recorded with a NormBackward. With the statistics inside, they are not.
-inline Outputs record_forward(const Given& given, bool statistics_inside) {
-  Outputs outputs = run(given, true);
-  auto* node = new NormBackward(given, statistics_inside);
+// Records a forward with a NormBackward. With the statistics inside, they are not. The others of Parts, which are views,
+// lie behind the outputs.
+inline void record(const Given& given, const Outputs& outputs, bool statistics_inside, const Parts& parts = {}) {
+  namespace autograd = torch::autograd;
+  auto* node = new NormBackward(given, statistics_inside, parts);
   Owner owner = own(node, 0);
-  node->set_next_edges(torch::autograd::collect_next_edges(c10::ArrayRef<const Tensor*>(given.tensors)));
+  node->set_next_edges(autograd::collect_next_edges(c10::ArrayRef<const Tensor*>(given.tensors)));
   for (size_t each : node->info.outputs())
-    if (outputs[each].defined()) torch::autograd::set_history(outputs[each], owner);
-    else node->add_input_metadata(torch::autograd::Node::undefined_input());
+    if (outputs[each].defined()) autograd::set_history(outputs[each], owner);
+    else node->add_input_metadata(autograd::Node::undefined_input());
+  for (size_t at = given.op.num_outputs; at < outputs.size(); ++at) {
+    autograd::set_history(outputs[at], owner);
+    autograd::impl::get_view_autograd_meta(outputs[at])->set_creation_meta(autograd::CreationMeta::MULTI_OUTPUT_NODE);
+  }
   node->save(given, outputs);
-  return outputs;
+}
+
+// The outputs of a forward whose first tensor is the whole.
+inline Outputs run_of_parts(Given given, const Parts& parts) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  Outputs both = parts.first_two(given.x());
+  for (size_t i = 0; i < 2; ++i) given.tensors[i] = &both[i];
+  return run(given, true);
 }
 
 }  // namespace fusednorm

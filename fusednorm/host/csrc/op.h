@@ -54,7 +54,9 @@ struct Backward {
 
   const Op* op;
   std::vector<size_t> saved;  // the forward's tensors and, counted on, its outputs that the node keeps
-  std::vector<optional<size_t>> sources;  // what each tensor of the op is: one of `saved` or, counted on, the gradient of an output
+  // What each tensor of the op is: one of `saved` or, counted on, one of two parts or the gradient of an output or that of
+  // the other parts.
+  std::vector<optional<size_t>> sources;
   std::vector<size_t> gradients;  // what each tensor of the forward gets: an output of the op or, counted on, the gradient of an output
   std::vector<size_t> passed;     // the outputs of the forward whose gradients are added to that of x
   std::vector<size_t> of_dx;      // the outputs of the op that are made of that of x
@@ -76,6 +78,7 @@ struct Op {
   // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
   py::object above, below, in_place_of_aten, differentiable_backward, statistics_gradients;
   optional<Backward> backward;  // of a forward
+  optional<Backward> packed;    // of one whose first two tensors are parts of one: that tensor takes the place of the first
 
   std::vector<Slot> tensors;  // of the inputs
   size_t x = 0;               // among these
