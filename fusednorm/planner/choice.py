@@ -24,7 +24,7 @@ from .plan import Plan, ReferencePlan, RingPlan, from_text, num_passes
 
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
-HOPPER, BLACKWELL = (90,), (100, 103, 110, 120, 121)
+AMPERE, HOPPER, BLACKWELL = (80, 86, 89), (90,), (100, 103, 110, 120, 121)
 
 
 class Chosen(NamedTuple):
@@ -52,6 +52,8 @@ def choices(problem: NormProblem, device: DeviceSpec, forced: str | None = None)
 
 def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
     """The variants that are chosen without `force`, the first where nothing else decides."""
+    if device.arch in AMPERE:
+        return "async_copy", "multi_wave"
     if device.arch in HOPPER:
         return "pipelined", "multi_wave"
     return ("warp_specialized", "pipelined", "multi_wave") if device.arch in BLACKWELL else ("multi_wave",)
@@ -145,6 +147,11 @@ def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
 def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
     """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
     plans = [plan for variant in variants_in_use(device) for plan in candidates(variant, problem, device)]
+    if problem.is_forward or any(plan.kernel == "multi_wave" for plan in plans):
+        # Threads copy only what registers do not hold, and a forward by column tiles reads its row again from L2.
+        plans = [plan for plan in plans if plan.variant != "async_copy"]
+    else:  # a backward that reads its rows once is faster at any number of rows
+        plans = [plan for plan in plans if num_passes(plan, problem) == 1] or plans
     compared, sms = limits.compared_rows_per_sm, device.leaving(0).sm_count
     ends = [math.sqrt(few * many) * sms for few, many in itertools.pairwise(compared)]
     fastest = [_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in compared]

@@ -30,7 +30,7 @@ def by_group(op, given, size):
 
 @gated
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("variant", [None, "multi_wave", "pipelined"])
+@pytest.mark.parametrize("variant", [None, "multi_wave", "async_copy", "pipelined"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_groups_err_no_more_than_plain_code(op, shape, variant, dtype):
     *sizes, size = shape

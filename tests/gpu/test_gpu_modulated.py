@@ -20,7 +20,7 @@ from fusednorm.planner.plan import Plan
 from fusednorm.problem.calls import check_forward
 
 pytestmark = pytest.mark.gpu
-VARIANTS = "multi_wave", "pipelined"
+VARIANTS = "multi_wave", "async_copy", "pipelined"
 OF_MODELS = [
     Modulated("layer", 4, 1152, 3072, gate=SAMPLE, modulation=BF16, added=BF16),
     Modulated("layer", 2, 4096, 1536, modulation=FP32),

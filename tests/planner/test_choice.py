@@ -25,10 +25,11 @@ from fusednorm.planner.choice import (
     choices,
     choose,
 )
-from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_4090, RTX_5090
+from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_3090, RTX_4090, RTX_5090
 from fusednorm.planner.plan import (
     MAX_BOX_SIDE,
     VARIANTS,
+    AsyncCopyPlan,
     ColumnRingPlan,
     ColumnTilePlan,
     MultiWavePlan,
@@ -234,6 +235,15 @@ def plans_of_one_pass(problem, device):
     for warps, (chunk, num_chunks) in itertools.product((4, 8, 16), chunkings(problem.cols, 16, limits.max_chunks)):
         limit = budget.register_limit(32 * warps, device)
         yield from _within_budget(problem, device, MultiWavePlan(1, chunk, num_chunks, warps, 1, limit))
+    if device.arch < legality.OLDEST_TMA_ARCH and not (
+        problem.is_forward or legality.broken_rule("async_copy", problem, 1, device)
+    ):
+        for warps, in_smem in itertools.product((4, 8), (False, True)):
+            least, most = (size // problem.x_dtype.itemsize * 32 * warps for size in limits.copied_bytes)
+            limit = budget.register_limit(32 * warps, device)
+            for chunk, num_chunks in chunkings(problem.cols, least, limits.max_ring_chunks[problem.direction]):
+                plan = AsyncCopyPlan(1, chunk, num_chunks, 1, warps, 1, limit, in_smem)
+                yield from _within_budget(problem, device, plan) if chunk <= most else ()
     if legality.broken_rule("pipelined", problem, 1, device):
         return
     for warps, cluster, in_smem in itertools.product((4, 8, 16), cluster_sizes(problem, device), (False, True)):
@@ -276,7 +286,7 @@ def assert_runs(plan, problem, rows, device):
     elif isinstance(plan, PipelinedPlan):
         assert plan.ctas_per_sm * 32 * plan.num_warps * plan.max_registers <= device.registers_per_sm
         assert plan.chunk >= plan.threads_per_row
-        assert plan.num_stages >= 2 or ctas == tiles, "one stage is for one tile"
+        assert plan.num_stages >= 2 or plan.by_threads or ctas == tiles, "one stage is for one tile"
     else:
         assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= plan.threads_per_row
         assert 32 * warps * budget.entry_registers(plan) <= device.registers_per_sm
@@ -394,11 +404,18 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
         assert ctas * plan.num_groups <= max(2 * device.sm_count, rows // 2)
 
 
-def test_architectures_without_tma_or_without_rules_run_multi_wave():
+def test_architectures_without_tma_or_without_rules_run_multi_wave_where_registers_hold_a_row():
     for arch in (80, 86, 87, 89, 101, 130):
         device = replace(B200, arch=arch)
-        for problem in sweep((64, 1024, 8192, 65536), ("bf16", "fp32")):
+        for problem in sweep((64, 1024, 7168, 65536), ("bf16", "fp32")):
             assert choose(problem, MANY_ROWS, device).variant == "multi_wave"
+
+
+@pytest.mark.parametrize("device", [A100, RTX_3090, RTX_4090], ids=lambda device: device.name)
+def test_without_tma_threads_copy_rows_that_registers_do_not_hold(device):
+    for norm, cols, rows in itertools.product(("layer", "rms"), (9216, 12288), (1, MANY_ROWS)):
+        plan = choose(make_problem(norm, cols), rows, device)
+        assert plan.variant == "async_copy" and num_passes(plan, make_problem(norm, cols)) == 1
 
 
 def test_architectures_before_ampere_run_atens_kernels():
