@@ -222,13 +222,13 @@ class Build:
                 _warn_of_triton(f"{type(error).__name__}: {error}")
             return None
 
-    def __init__(self, compiled, triton: triton_compat.Release | None):
+    def __init__(self, compiled, launch_of: triton_compat.LaunchOf | None):
         self.compiled = compiled
         # A dependent launch may be placed on the GPU while the launch before it ends.
         self.dependent = compiled.metadata.launch_pdl
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of the tensor maps, in order
-        self.launch, self.head = triton.launch_of(compiled, bool(self.descriptors)) if triton else (None, ())
-        self.packs_operands = triton is not None and triton.packs_operands
+        made = launch_of(compiled, bool(self.descriptors)) if launch_of else (None, (), False)
+        self.launch, self.head, self.packs_operands = made
 
     def arguments(self, launch: Launch) -> list:
         """The arguments for `launch`, with symbols and STREAM among them."""

@@ -17,28 +17,22 @@ from typing import Any, NamedTuple
 WHOLE_GRID_AT_ONCE = False  # cooperative launch. Never used: beside other kernels it would wait for the whole GPU
 
 
-class Release(NamedTuple):
-    """The launcher of one release.
-
-    launch_of(compiled, has_maps) returns (launch, head). launch(x, y, z, stream, *head, *operands) launches the kernel
-    on the grid x, y, z; if the release packs operands, launch(x, y, z, stream, *head, operands). Among the operands,
-    each tensor map is followed by its shape and strides.
-    """
-
-    launch_of: Callable[[Any, bool], tuple[Callable, tuple]]
-    packs_operands: bool
+# The launcher of a release, of (compiled, has_maps): (launch, head, packs_operands). launch(x, y, z, stream, *head,
+# *operands) launches the kernel on the grid x, y, z; if the release packs operands, launch(x, y, z, stream, *head,
+# operands). Among the operands, each tensor map is followed by its shape and strides.
+LaunchOf = Callable[[Any, bool], tuple[Callable, tuple, bool]]
 
 
-def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple]:
+def _flat(compiled, has_maps: bool) -> tuple[Callable, tuple, bool]:
     """For releases that compile a launch function per kernel. If the kernel has tensor maps, that function is wrapped
     in another that encodes the maps; the inner one is returned."""
     launcher = compiled.run
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, None, None
     launch = inspect.getclosurevars(launcher.launch).nonlocals["launcher"] if has_maps else launcher.launch
-    return launch, (*head, compiled.packed_metadata, None, None, None)
+    return launch, (*head, compiled.packed_metadata, None, None, None), False
 
 
-def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
+def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple, bool]:
     """For releases with one launch function for all kernels. It takes all operands as one argument, and their types
     as others."""
     from triton.runtime import driver
@@ -46,7 +40,7 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple]:
     launcher = compiled.run
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, compiled.packed_metadata
     head += None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
-    return driver.active.utils.launch, head
+    return driver.active.utils.launch, head, True
 
 
 PTX_TYPES = {"nvTmaDesc": "b8", "i32": "u32", "i64": "u64", "fp32": "f32", "fp64": "f64"}  # of what is no pointer
@@ -86,12 +80,7 @@ def encoder(metadata: dict) -> Callable[[int, list[int], list[int]], Any]:
     return encode
 
 
-RELEASES = {
-    (3, 6): Release(_flat, packs_operands=False),
-    (3, 7): Release(_packed, packs_operands=True),
-    (3, 8): Release(_packed, packs_operands=True),
-    (3, 9): Release(_packed, packs_operands=True),
-}
+RELEASES: dict[tuple[int, int], LaunchOf] = {(3, 6): _flat, (3, 7): _packed, (3, 8): _packed, (3, 9): _packed}
 # Host time of a call, in microseconds, if Triton itself launches its kernels: no program is kept (bench/NOTES.md,
 # "Evidence behind constants").
 CALL_US = "240 to 560"
@@ -107,8 +96,8 @@ def installed() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def in_use() -> Release | None:
-    """The installed release if RELEASES has it; else None."""
+def in_use() -> LaunchOf | None:
+    """The launcher of the installed release if RELEASES has it; else None."""
     return RELEASES.get(installed())
 
 

@@ -22,7 +22,7 @@ from ..host.launcher import Launch
 WARP_SIZE = 32
 
 
-class UnknownTriton(RuntimeError):
+class UnknownTriton(ImportError):
     """The installed Triton's JIT lacks a name that this file uses, or takes other arguments."""
 
 
