@@ -81,14 +81,8 @@ def describe(
 
 
 def validate_column_sum(inputs: Sequence[Tensor], dtype: torch.dtype | None, op: str = OP) -> torch.dtype:
-    """Check the arguments and return the result's dtype: `dtype`, or the inputs' dtype if it is None.
-
-    Raises RuntimeError unless there is at least one input, the inputs are strided tensors of one shape with at least
-    one dimension, one float dtype and one device, and `dtype` is None or a float dtype. Raises TypeError if inputs is
-    no sequence or an input is no tensor. Errors name `op`.
-
-    Only shapes, dtypes and devices are read, so meta tensors and traced tensors can be checked too.
-    """
+    """Check the arguments and return the result's dtype: `dtype`, or the inputs' dtype if it is None. Raises as ops.py
+    says; errors name `op`. Only shapes, dtypes and devices are read, so meta and traced tensors can be checked too."""
     if not isinstance(inputs, Sequence) or isinstance(inputs, str):
         raise TypeError(f"{op}: inputs must be a sequence of tensors, got {type(inputs).__name__}")
     if not inputs:

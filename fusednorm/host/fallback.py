@@ -5,6 +5,7 @@ Failures are remembered for the process.
 
 from __future__ import annotations
 
+import bisect
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -66,9 +67,7 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec) -> Choice:
     """The planner's choice under this thread's `force`, or if that has failed its first alternative that has not."""
     question = asked(problem, rows, device)
     choices = choice.choices(question.problem, question.device, forced_variant())
-    at = 0
-    while choices[at][0] < question.rows:
-        at += 1
+    at = bisect.bisect_left([most for most, _ in choices], question.rows)
     (most, plan), above = choices[at], choices[at - 1][0] if at else 0
     if _failures and has_failed(plan, problem, device):
         plan = substitute(problem, rows, device)

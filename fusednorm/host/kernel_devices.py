@@ -1,13 +1,7 @@
 """Which tensors this package's kernels run on: CUDA tensors. All code that needs to know asks here.
 
-Tests without a GPU add CPU tensors:
-
-    with kernels_on("cpu"):
-        fusednorm.functional.layer_norm(x, (8,))  # reaches torch.ops.fusednorm, and through it Triton
-
-Inside the block, ops, functionals, modules and `explain` treat CPU tensors as CUDA tensors. Something must then run the
-kernels on CPU tensors, such as Triton's interpreter (interpreter.py). Under `force("reference")` nothing more is
-needed, because ATen then replaces the kernels.
+Tests without a GPU add CPU tensors by `kernels_on`. Something must then run the kernels on these, such as Triton's
+interpreter (interpreter.py). Under `force("reference")` ATen does.
 """
 
 from __future__ import annotations

@@ -128,17 +128,16 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = (), *, ro
 
 def _join_rotations(patch: Patch, model: nn.Module) -> None:
     """Let the norms that lead to a rotation wait for it."""
-    places = {id(module): at for at, (module, _, _) in enumerate(patch._classes)}
+    places = {
+        id(module): at for at, (module, _, _) in enumerate(patch._classes)
+        if isinstance(module, NormByHand) and len(module._fused_formula.inputs) == 1
+    }  # fmt: skip
     for module in model.modules():
-        for each in rotating.join(module, lambda norm: id(norm) in places and _has_one_input(norm)):
+        for each in rotating.join(module, lambda norm: id(norm) in places):
             patch._functions.append(each)
             for at in [places[id(norm)] for norm in each.norms]:
                 norm = patch.replaced[at]
                 patch.replaced[at] = norm._replace(note=f"{norm.note}, with {each.name} behind it")
-
-
-def _has_one_input(norm: nn.Module) -> bool:
-    return isinstance(norm, NormByHand) and len(norm._fused_formula.inputs) == 1
 
 
 def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..dtypes import FLOAT_DTYPES
 from ..namespace import TORCH_OPS
 from . import routing
-from .edits import SIXTEEN_BITS
+from .edits import SIXTEEN_BITS, arguments_of
 from .paying import reached
 
 NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze",
@@ -68,7 +68,7 @@ def find_called(node: Node) -> Written | None:
         y, settings = node, {}
     elif node.target in OURS:
         norm, y = OURS[node.target], only_user(node)
-        given = routing.named_arguments(node.target, node.args, node.kwargs)
+        given = arguments_of(node)
         if kind_of(y) != "getitem" or y.args[1] != 0:
             return None
         settings = {name: given[name] for name in ("weight_offset", "rounds_x_hat")}
