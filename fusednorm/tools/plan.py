@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import torch
 
@@ -14,25 +13,11 @@ from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..host import gpus
 from ..operands import FORMS
 from ..planner import device
-from ..planner.choice import choose
 from ..planner.device import DeviceSpec
-from ..planner.plan import VARIANTS, Plan
-from . import console
+from ..planner.plan import VARIANTS
 from .explanation import DTYPES, explain_problem, samples_of
 from .warm import Wanted, form_named
 
-MAP_ROWS = [2**exponent for exponent in range(4, 21)]
-MAP_COLS = [quarters * 2**exponent for exponent in range(4, 16) for quarters in (4, 5, 6, 7)]  # 64 to 229376
-COLUMN_TILES = "multi_wave, by column tiles"
-REGIONS = {  # colours of the map, which the colour-blind can tell apart
-    "multi_wave": "#E69F00",
-    COLUMN_TILES: "#F0E442",
-    "async_copy": "#56B4E9",
-    "pipelined": "#0072B2",
-    "warp_specialized": "#009E73",
-    "reference": "#999999",
-}
-MAP = Path("out/plan.png")
 VARIANT_TEXTS = {
     "multi_wave": "Triton kernels for every GPU. CTAs load rows straight to registers. Rows too wide for that go by\n"
     "column tiles, which read x twice.",
@@ -74,15 +59,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sm-margin", type=_count, default=0, metavar="N", help="SMs that are left to others")
     parser.add_argument("--force", choices=VARIANTS, metavar="VARIANT", help="run this variant if it can run")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
-    text = f"draw the choice over rows and cols, by default over the whole grid, into a picture (default: {MAP})"
-    parser.add_argument("--map", type=Path, nargs="?", const=MAP, metavar="PNG", help=text)
 
 
 def run_plan(options: argparse.Namespace) -> int:
     try:
-        spec = (options.device or _this_device()).leaving(options.sm_margin)
-        if options.map:
-            return draw_map(options, spec)
+        spec = device_of(options)
         shapes = list(itertools.product(options.cols or [4096], options.rows or [16384]))
         cases = [(rows, wanted_of(options, cols, rows).call()) for cols, rows in shapes]
     except (RuntimeError, ValueError) as error:
@@ -108,52 +89,9 @@ def wanted_of(options: argparse.Namespace, cols: int, rows: int) -> Wanted:
     return Wanted(options.norm, options.direction, cols, *dtypes, *more)
 
 
-def region(plan: Plan) -> str:
-    """The plan's name on the map."""
-    return COLUMN_TILES if plan.kernel == "column_tiles" else plan.variant
-
-
-def draw_map(options: argparse.Namespace, spec: DeviceSpec) -> int:
-    """Draw the chosen variant over rows and columns. Returns the exit status."""
-    if console.optional("matplotlib", "bench", "no map is drawn") is None:
-        return 1
-    from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    rows, cols = sorted(options.rows or MAP_ROWS), sorted(options.cols or MAP_COLS)
-    names = list(REGIONS)
-    shapes = [[(wanted_of(options, width, count).problem, count) for width in cols] for count in rows]
-    plans = [[choose(*shape, spec, options.force) for shape in line] for line in shapes]
-    regions = [[region(plan) for plan in of_rows] for of_rows in plans]
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    axes.pcolormesh(
-        [[names.index(name) for name in line] for line in regions],
-        cmap=ListedColormap(list(REGIONS.values())),
-        vmin=-0.5,
-        vmax=len(names) - 0.5,
-        edgecolors="white",
-        linewidth=0.3,
-    )
-    for axis, values in ((axes.xaxis, cols), (axes.yaxis, rows)):
-        shown = range(0, len(values), max(1, len(values) // 12))
-        axis.set_ticks([index + 0.5 for index in shown], [f"{values[index]:,}" for index in shown])
-    axes.tick_params(axis="x", rotation=45)
-    forced = f", {options.force} forced" if options.force else ""
-    axes.set(xlabel="columns", ylabel="rows")
-    axes.set_title(f"{options.norm} norm {options.direction}, {options.dtype}, on {spec.name}{forced}", loc="left")
-    present = [name for name in names if any(name in line for line in regions)]
-    patches = [Patch(color=REGIONS[name], label=name.replace("_", "-")) for name in present]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    options.map.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.map, dpi=150)
-    print(f"{options.map}: what is chosen for {len(rows)} x {len(cols)} shapes")
-    return 0
-
-
-def _this_device() -> DeviceSpec:
-    return gpus.spec_of(torch.device("cuda")) if torch.cuda.is_available() else device.H200
+def device_of(options: argparse.Namespace) -> DeviceSpec:
+    this = gpus.spec_of(torch.device("cuda")) if torch.cuda.is_available() else device.H200
+    return (options.device or this).leaving(options.sm_margin)
 
 
 def _device(name: str) -> DeviceSpec:

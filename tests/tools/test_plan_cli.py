@@ -18,7 +18,7 @@ from fusednorm.host.gpus import with_installed_triton
 from fusednorm.operands import operands_of
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
-from fusednorm.planner.plan import VARIANTS, ReferencePlan
+from fusednorm.planner.plan import VARIANTS
 from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.explanation import explain, explain_problem
 
@@ -178,22 +178,6 @@ def test_mistakes_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["plan", *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_map_draws_the_choice_over_rows_and_columns(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "maps" / "out.png"
-    shapes = ("--rows", "64", "65536", "--cols", "64", "4096", "262144")
-    text = run(capsys, "--map", str(picture), "--device", "H200", *shapes)
-    assert picture.read_bytes().startswith(b"\x89PNG") and "2 x 3 shapes" in text
-
-
-def test_map_without_arguments_draws_the_whole_grid(capsys, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fusednorm.tools.plan.choose", lambda *_: ReferencePlan("not planned here"))
-    assert "out/plan.png: what is chosen for 17 x 48 shapes" in run(capsys, "--map", "--device", "H200")
-    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_needs_neither_triton_nor_cuda():
