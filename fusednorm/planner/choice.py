@@ -24,8 +24,6 @@ from .plan import Plan, ReferencePlan, RingPlan, from_text, num_passes
 
 Ranges = tuple[tuple[float, Plan], ...]  # (most rows, plan), ascending
 
-AMPERE, HOPPER, BLACKWELL = (80, 86, 89), (90,), (100, 103, 110, 120, 121)
-
 
 class Chosen(NamedTuple):
     ranges: Ranges
@@ -52,11 +50,7 @@ def choices(problem: NormProblem, device: DeviceSpec, forced: str | None = None)
 
 def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
     """The variants that are chosen without `force`, the first where nothing else decides."""
-    if device.arch in AMPERE:
-        return "async_copy", "multi_wave"
-    if device.arch in HOPPER:
-        return "pipelined", "multi_wave"
-    return ("warp_specialized", "pipelined", "multi_wave") if device.arch in BLACKWELL else ("multi_wave",)
+    return limits.value_of(limits.variants_in_use, {}, vars(device))
 
 
 def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> Chosen:
@@ -126,13 +120,13 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     stages. The kernels that it was published for read their inputs once, so that a ring pays for any number of rows
     where ours in registers would read them twice. A backward without dx has a rule of its own, and modulated norms,
     which nvFuser has no kernels for, have none."""
-    way = problem.direction if problem.writes_rows else "sums"
-    if problem.form.modulate or device.arch not in BLACKWELL + HOPPER * (way == "sums"):
+    asked = problem.quantities, vars(device)
+    if not limits.value_of(limits.is_published, *asked):
         return None
     plans = [best_plan(variant, problem, device, full=True) for variant in variants_in_use(device)]
     ring, portable = next((plan for plan in plans[:-1] if plan), None), plans[-1]
-    most_rows = limits.rows_per_sm_of_ring[way][problem.norm] * device.sm_count
-    if ring is None or problem.cols * problem.x_dtype.itemsize < limits.row_bytes_of_ring[way]:
+    most_rows = limits.value_of(limits.rows_per_sm_of_ring, *asked) * device.sm_count
+    if ring is None or problem.cols * problem.x_dtype.itemsize < limits.value_of(limits.row_bytes_of_ring, *asked):
         return ((math.inf, portable),), "published"
     few = ((most_rows, portable),) if most_rows and num_passes(portable, problem) == 1 else ()
     return (*few, (math.inf, ring)), "published"

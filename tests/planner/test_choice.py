@@ -19,7 +19,6 @@ from planning import given, make_gated, make_gated_sum, make_modulated, make_pro
 from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import (
-    HOPPER,
     best_plan,
     bytes_on_their_way,
     choices,
@@ -390,7 +389,7 @@ def test_row_counts_select_among_few_plans_in_order(problem, device):
     ranges = choices(problem, device)
     bounds = [most for most, _ in ranges]
     assert bounds == sorted(set(bounds)) and bounds[-1] == float("inf")
-    assert len(ranges) <= (11 if device.arch in HOPPER else len(limits.compared_rows_per_sm) + 1)
+    assert len(ranges) <= (11 if device.arch == H200.arch else len(limits.compared_rows_per_sm) + 1)
 
 
 @given(PROBLEMS, ROWS, DEVICES)
