@@ -312,7 +312,8 @@ inline void record(const Given& given, const Outputs& outputs, bool statistics_i
     else node->add_input_metadata(autograd::Node::undefined_input());
   for (size_t at = given.op.num_outputs; at < outputs.size(); ++at) {
     autograd::set_history(outputs[at], owner);
-    autograd::impl::get_view_autograd_meta(outputs[at])->set_creation_meta(autograd::CreationMeta::MULTI_OUTPUT_NODE);
+    if (auto* view = autograd::impl::get_view_autograd_meta(outputs[at]))
+      view->set_creation_meta(autograd::CreationMeta::MULTI_OUTPUT_NODE);
   }
   node->save(given, outputs);
 }

@@ -154,6 +154,20 @@ def test_other_columns_are_views_that_are_not_changed_in_place(ours, of_slices, 
 
 
 @ways
+def test_parts_that_autograd_does_not_know_as_views_end_no_process(ours, of_slices, width, cols, settings, gpu):
+    """As in a kernel of an op that is not autograd's, and of a tensor that no autograd may keep."""
+    packed, *weights = leaves(width, cols)
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._ExcludeDispatchKeyGuard(below):
+        outputs = ours(packed, *weights, **settings)
+    assert torch.autograd.grad(outputs, packed, outputs)[0].shape == packed.shape
+    with torch.inference_mode():
+        packed = packed.clone()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        ours(packed, *weights, **settings)
+
+
+@ways
 def test_compiled_autograd_traces_the_backward(ours, of_slices, width, cols, settings, gpu):
     ours(*leaves(width, cols, BF16), **settings)
     given = leaves(width, cols, BF16)
