@@ -27,6 +27,7 @@ help:  ## prints this list
 
 demo: $(READY)  ## checks the ops and kernels against float64, trains a small GPT on stock norms and on ours
 	$(PYTHON) -m fusednorm demo
+	$(PYTHON) -m tests.simulator.demo
 
 test: $(READY)  ## runs all tests of the package that need no GPU
 	$(PYTHON) -m pytest $(SIDE_BY_SIDE) --ignore tests/bench

@@ -104,7 +104,7 @@ def test_the_commands_run(installed):
 def test_the_installed_demo_says_that_it_does_not_run_the_tma_kernels(installed, tmp_path):
     python, _ = installed
     said = run(python, "-m", "fusednorm", "demo", "--steps", "2", "--out", tmp_path)
-    assert "The TMA kernels were not run" in said
+    assert "in a clone of the repository: python -m tests.simulator.demo" in said
 
 
 def test_sdist_has_what_the_readme_names():

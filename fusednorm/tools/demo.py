@@ -4,14 +4,11 @@ norms and with ours."""
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import platform
 import statistics
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -23,13 +20,10 @@ from torch.optim.lr_scheduler import LinearLR
 from .. import __version__
 from ..host import fallback
 from ..host.kernel_devices import kernels_on
-from ..settings.forcing import force
 from .console import optional, print_table, progress, show_beside
-from .explanation import explain
 from .interpreter import enable_interpreter
 from .oracle import Case, Inputs, Outputs, assert_outputs_close, exact, fused, make_inputs, relative_error, stock
 
-ROOT = Path(__file__).parent.parent.parent  # of a clone
 SEED = 0
 TEXT_BYTES = 4 << 20
 PATIENCE_SECONDS = 120  # training stops after this time, even on a slow machine
@@ -39,8 +33,6 @@ SMALL_PROBLEMS = (
     Case("rms", (24, 160), x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16),
 )
 Checked = dict[str, dict[str, str]]  # errors as text, by problem and output
-TMA_VARIANTS = ("pipelined", "warp_specialized")
-SIMULATED = "The TMA kernels as compiled for an H200, on a simulated GPU that also looks for races and deadlocks"
 
 
 @dataclass(frozen=True)
@@ -73,13 +65,8 @@ def run_demo(steps: int | None, out: Path) -> int:
     torch.manual_seed(SEED)
     model = GPT(size).to(device, size.dtype)
     right = check_activations(model, next(batches(text, size, device)))
-    if device.type == "cpu":
-        if has_interpreter():
-            right &= check_in_another_process("The portable Triton kernels in Triton's interpreter", interpret_kernels)
-        if is_clone():
-            right &= check_in_another_process(SIMULATED, simulate_kernels)
-        else:
-            print("The TMA kernels were not run: their simulator comes with a clone of the repository only.")
+    if device.type == "cpu" and has_interpreter():
+        right &= check_interpreted()
     parameters = sum(p.numel() for p in model.parameters())
     print(f"\nA byte-level GPT of {parameters / 1e6:.1f} M parameters reads the source of Python's standard library.")
     right &= report(train(model, text, size, steps), out)
@@ -94,22 +81,17 @@ def conclusion(device: torch.device, right: bool) -> str:
     if device.type == "cuda":
         return """
 Shown: the GPU's kernels compute what float64 does, within rounding; a model trains on them as on stock norms."""
-    simulated = "the simulator those with TMA, as compiled for an H200" if is_clone() else "those with TMA did not run"
     interpreted = "the interpreter ran the portable ones" if has_interpreter() else "the portable ones did not run"
     return f"""
 Shown on this CPU: the ops compute what float64 does, within rounding. Ops and models ran ATen's kernels here, as CPU
-tensors do. Of the GPU's kernels {interpreted}, {simulated}.
+tensors do. Of the GPU's kernels {interpreted}.
+Those with TMA run on a simulated GPU in a clone of the repository: python -m tests.simulator.demo
 Not shown: how fast anything is, and that a GPU does what interpreter and simulator do."""
 
 
 def has_interpreter() -> bool:
     """Whether Triton's interpreter can run: it needs numpy, which neither torch nor Triton brings."""
     return optional("numpy", "demo", "the portable Triton kernels are not interpreted") is not None
-
-
-def is_clone() -> bool:
-    """Whether the tests, and with them the simulator, lie beside the package."""
-    return (ROOT / "tests" / "simulator" / "__init__.py").exists()
 
 
 def pick_size(device: torch.device) -> Size:
@@ -216,48 +198,22 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
     return print_errors(f"The ops on the untrained model's activations, {what}", checked)
 
 
-def check_in_another_process(title: str, check: Callable[[], Checked]) -> bool:
-    """Print what a check of kernels on CPU tensors finds. The check runs in a process of its own, because no process
-    can both interpret kernels and compile them."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        try:
-            checked = process.submit(check).result()
-        except Exception as error:
-            print(f"\nWRONG: {title}: {type(error).__name__}: {error}")
-            return False
+def check_interpreted() -> bool:
+    """Check SMALL_PROBLEMS by the portable kernels in Triton's interpreter."""
+    title, before = "The portable Triton kernels in Triton's interpreter", len(fallback.failures())
+    enable_interpreter()
+    with kernels_on("cpu"):
+        checked = {str(case): check_ops(case) for case in SMALL_PROBLEMS}
+    for failure in fallback.failures()[before:]:
+        print(f"\nWRONG: {title}: {failure}")
+        return False
     return print_errors(title, checked)
 
 
-def interpret_kernels() -> Checked:
-    """SMALL_PROBLEMS by the portable kernels in Triton's interpreter."""
-    enable_interpreter()
-    checked = {}
-    with kernels_on("cpu"):
-        for case in SMALL_PROBLEMS:
-            inputs = make_inputs(case)
-            checked[str(case)] = compare(fused(case, inputs), case, inputs)
-    if failures := fallback.failures():
-        raise RuntimeError(str(failures[0]))
-    return checked
-
-
-def simulate_kernels() -> Checked:
-    """SMALL_PROBLEMS by the TMA kernels on the simulated GPU of a clone's tests."""
-    sys.path.insert(0, str(ROOT))
-    from tests.simulator import simulated
-
-    checked = {}
-    for variant in TMA_VARIANTS:
-        for case in SMALL_PROBLEMS:
-            inputs = make_inputs(case)
-            with simulated("H200", sms=2) as simulation, force(variant):
-                for direction in ("forward", "backward"):
-                    asked = {"norm": case.norm, "direction": direction, "device": simulation.spec}
-                    plan = explain(inputs.x, case.normalized_shape, inputs.weight, inputs.bias, **asked).plan
-                    if plan.variant != variant:
-                        raise RuntimeError(f"{case} {direction} must be planned as {variant}, got {plan.variant}")
-                checked[f"{variant}: {case}"] = compare(fused(case, inputs), case, inputs)
-    return checked
+def check_ops(case: Case) -> dict[str, str]:
+    """`compare` of the ops on random inputs."""
+    inputs = make_inputs(case)
+    return compare(fused(case, inputs), case, inputs)
 
 
 def compare(got: Outputs, case: Case, inputs: Inputs) -> dict[str, str]:

@@ -17,6 +17,7 @@ gpu                  CTAs, grids, and the limited number of CTAs that are reside
 launching, host      run fusednorm's launches on the simulated GPU
 recording, picture   a trace of a run, and a picture of the trace
 problems             norms and column sums to simulate; the commands `everything` and `mutants` run many of them
+demo                 small problems, for `make demo`
 small                kernels written by hand, for the tests of the simulator itself
 """
 
