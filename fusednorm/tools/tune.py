@@ -89,14 +89,8 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, record: dict) -> Cell:
-        """From a line of this tool, of bench.survey or of bench.choices. Plans of other releases are left out."""
-        names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-        dtype = record.get("dtype") or names[record["x_dtype"]]
-        more = (record.get(name, "") for name in ("form", "weights", "modulations"))
-        task = Task(record["norm"], record["direction"], record["cols"], dtype, *more)
-        if "plans" not in record:
-            times = {record[each]: record[f"{each}_us"] for each in ("old", "new")}
-            return cls(task, record["rows"], times, record["new"])
+        """From a line of this tool or of bench.survey. Plans of other releases are left out."""
+        task = Task(*[record.get(name, "") for name in Task._fields])
         times = {text: us for text, us in dict(record["plans"]).items() if is_plan(text)}
         return cls(task, record["rows"], times, record["own"], tuple(record.get("refused", ())))
 
@@ -175,7 +169,7 @@ def _built(batches: list[dict[Task, tuple[Plan, ...]]], device: DeviceSpec) -> I
 
     def begin(batch: dict[Task, tuple[Plan, ...]]) -> list[subprocess.Popen]:
         plans = [(task.wanted, plan) for task, plans in batch.items() for plan in plans]
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(ImportError, RuntimeError):
             return start_workers(distinct_builds(plans, device), device, processes)
         return []
 
@@ -400,11 +394,13 @@ def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coeff
 
 def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dict) -> None:
     """`measured` says by which Triton and when. The coefficients are those of plain norms: B200's plans, which nobody
-    has measured, are for these."""
+    has measured, are for these. Says what the plans were worth that the planner chose before."""
     plain = [cell for cell in cells if not cell.task.form]
     coefficients = fit(plain, device, table.coefficients(device))
-    head = {"gpu": device.name, "arch": device.arch} | measured
+    head = {"gpu": device.name, "arch": device.arch, "triton": measured["triton"], "date": measured["date"][:10]}
     write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
+    losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
+    print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
 
 
 def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges]]) -> None:
@@ -428,35 +424,24 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cols", type=int, nargs="+", help="row lengths (default: all of a table)")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), nargs="+", default=["bf16"], help="with --cols")
     parser.add_argument("--minutes", type=float, default=20, help="end after this time (default: 20)")
-    text = "make the table of these cells and measure none"
-    parser.add_argument("--cells", type=Path, nargs="+", metavar="FILE", help=text)
     parser.add_argument("--out", type=Path, help="the table's file (default: where the planner looks for it)")
 
 
 def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> int:
-    if options.cells is None and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print("tune: needs a CUDA GPU, got none", file=sys.stderr)
         return 2
     end = clock() + 60 * options.minutes
-    if options.cells:
-        records = [json.loads(line) for path in options.cells for line in path.read_text().splitlines()]
-        records.sort(key=lambda record: record["date"])
-        measured, cells = records[-1], [Cell.of(each) for each in records]
-        device = replace(gpus.named(records[0]["gpu"]), name=records[0]["gpu"])
-    else:
-        import triton
+    import triton
 
-        device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        measured = {"date": now, "gpu": device.name, "torch": torch.__version__, "triton": triton.__version__}
-        cells = _measured(options, device, measured, lambda: clock() >= end)
+    device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    measured = {"date": now, "gpu": device.name, "torch": torch.__version__, "triton": triton.__version__}
+    cells = _measured(options, device, measured, lambda: clock() >= end)
     if not cells:
         print("tune: no cell was measured in this time", file=sys.stderr)
         return 1
-    path = options.out or table.user_file(device.name)
-    write_table(cells, device, path, {"triton": measured["triton"], "date": measured["date"][:10]})
-    losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
-    print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
+    write_table(cells, device, options.out or table.user_file(device.name), measured)
     return 0
 
 

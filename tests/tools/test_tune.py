@@ -81,10 +81,9 @@ def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowher
     assert ranges_of(cells) == ((math.inf, plans[TASK][(first, second)[wanted]]),)
 
 
-def test_what_two_checkouts_chose_are_cells_too_and_one_row_count_makes_no_width():
-    record = {"norm": "rms", "direction": "forward", "cols": 4096, "x_dtype": "bfloat16", "rows": 4096}
-    chosen = record | {"old": text_of(PLANS[0]), "new": text_of(PLANS[1]), "old_us": 5.0, "new_us": 9.0}
-    few, between, many = tune.Cell(TASK, 1024, times(6.0, 5.0), ""), tune.Cell.of(chosen), cell(128, 1)
+def test_one_row_count_makes_no_width():
+    few, between = tune.Cell(TASK, 1024, times(6.0, 5.0), ""), tune.Cell(TASK, 4096, times(5.0, 9.0), "")
+    many = cell(128, 1)
     assert [text for _, text in ranges_of([few, between, many])] == [text_of(PLANS[at]) for at in (1, 0, 1)]
     assert not any(tune.widths_of([between], H200, table.coefficients(H200)).values())
 
@@ -125,7 +124,7 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     monkeypatch.setattr(tune.gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(tune, "start_workers", lambda *_: [])
     monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {text_of(plan): 1.0 for plan in plans})
-    options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, cells=None, out=None)
+    options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, out=None)
     assert tune.run_tune(options, lambda: next(seconds)) == 0
     begun = len((tmp_path / "gpu.cells").read_text().splitlines())
     assert 0 < begun < 4 * len(COUNTS)
@@ -165,7 +164,7 @@ def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
 def test_without_a_gpu_it_says_so(capsys):
-    assert tune.run_tune(argparse.Namespace(cells=None)) == 2
+    assert tune.run_tune(argparse.Namespace(minutes=1)) == 2
     assert capsys.readouterr().err == "tune: needs a CUDA GPU, got none\n"
 
 

@@ -1,0 +1,31 @@
+"""Tables of cells that were measured before."""
+
+from __future__ import annotations
+
+import json
+
+from bench import make_table
+from fusednorm.planner.device import H200
+from fusednorm.planner.plan import text_of
+from fusednorm.tools import tune
+
+TASK = tune.Task("rms", "forward", 4096, "bf16")
+FIRST, SECOND = [text_of(plan) for plan in tune.plans_of(TASK.wanted.problem, H200)[:2]]
+
+
+def test_what_two_checkouts_chose_is_a_cell():
+    record = {"norm": "rms", "direction": "forward", "cols": 4096, "x_dtype": "bfloat16", "rows": 4096}
+    chosen = record | {"old": FIRST, "new": SECOND, "old_us": 5.0, "new_us": 9.0}
+    assert make_table.cell_of(chosen) == tune.Cell(TASK, 4096, {FIRST: 5.0, SECOND: 9.0}, SECOND)
+
+
+def test_lines_of_a_file_make_a_table_and_the_newest_says_by_which_triton(tmp_path, capsys):
+    cells = [tune.Cell(TASK, rows, {FIRST: 5.0, SECOND: 9.0}, SECOND) for rows in (1024, 4096)]
+    machine = {"gpu": "H200", "triton": "3.6.0"}
+    lines = [machine | {"date": f"2026-01-0{at}T00:00"} | each.record() for at, each in enumerate(cells, 1)]
+    (tmp_path / "cells").write_text("".join(json.dumps(each) + "\n" for each in reversed(lines)))
+    assert make_table.main([str(tmp_path / "cells"), "--out", str(tmp_path / "table")]) == 0
+    assert "2 cells; the plans before were 80.0% behind the fastest" in capsys.readouterr().out
+    head, _, widths = map(json.loads, (tmp_path / "table").read_text().splitlines())
+    assert (head["gpu"], head["date"], head["triton"]) == ("H200", "2026-01-02", "3.6.0")
+    assert widths == [4096, [[None, FIRST]]]
