@@ -46,13 +46,13 @@ def is_traced_for_quantization(value: Any) -> bool:
     return type(getattr(value, "tracer", None)).__name__ == "QuantizationTracer"
 
 
-def parameter(module: torch.nn.Module, name: str, *default: Any) -> Any:
-    """getattr(module, name, *default), without Module.__getattr__, which takes a quarter of a forward's host time.
+def parameter(module: torch.nn.Module, name: str) -> Any:
+    """getattr(module, name), without Module.__getattr__, which takes a quarter of a forward's host time.
     A tensor that a parametrization, a hook or FSDP has put in a parameter's place is found in the slow way."""
     try:
         return module._parameters[name]
     except (AttributeError, KeyError):
-        return getattr(module, name, *default)
+        return getattr(module, name)
 
 
 has_global_hooks = _private("nn.modules.module._has_any_global_hook", lambda: True)  # hooks of all modules

@@ -33,6 +33,7 @@ from .rotating import Deferred, Wait, result_of
 from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplained
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+PARAMETERS = ("weight", "bias")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
 MODULES_OWN = frozenset(vars(nn.Module()))
@@ -90,6 +91,7 @@ class Formula:
     output: str
     eps_name: str
     inputs: tuple[str, ...]  # the names of its forward's arguments
+    parameters: tuple[str, ...]  # "weight" and "bias", if it has them: asking for one that is absent is slow
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
     rounds_x_hat: tuple[bool, bool]  # whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one
 
@@ -106,7 +108,7 @@ class NormByHand(nn.Module):
         if kwargs or len(args) != len(formula.inputs):
             given = dict(zip(formula.inputs, args, strict=False)) | kwargs
             inputs = tuple([given.get(name) for name in formula.inputs])
-        weight, bias = parameter(self, "weight", None), parameter(self, "bias", None)
+        weight, bias = [parameter(self, name) if name in formula.parameters else None for name in PARAMETERS]
         x = inputs[0]
         if not _takes(inputs, weight) or x.dim() not in formula.ranks:
             return super().forward(*args, **kwargs)
@@ -229,7 +231,8 @@ def _by_trial(subject: Subject) -> Formula:
                 raise Unrecognized("its forward computes something else for other numbers of rows")
     with undisturbed(), _StockNorms() as stock:
         output, rounds = _output_rule(subject), _roundings(subject, computes)
-        formula = Formula(computes, output, subject.eps_name, subject.inputs, ranks, rounds)
+        own = tuple(name for name in PARAMETERS if hasattr(subject.module, name))
+        formula = Formula(computes, output, subject.eps_name, subject.inputs, own, ranks, rounds)
     if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
@@ -277,7 +280,7 @@ def _norm_to_try(module: nn.Module) -> Subject:
     if type(module).__module__.startswith("torch.nn."):
         raise Unrecognized("is another module of torch.nn")
     present = {name for name, parameter in module._parameters.items() if parameter is not None}
-    if not present <= {"weight", "bias"} or any(True for _ in module.buffers()):
+    if not present <= {*PARAMETERS} or any(True for _ in module.buffers()):
         raise Unrecognized("has parameters or buffers besides weight and bias")
     if any(module._parameters[name].dim() != 1 for name in present):
         raise Unrecognized("normalizes more than one dim")
@@ -360,7 +363,7 @@ def _roundings(subject: Subject, computes: Computation) -> tuple[bool, bool]:
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         made = subject.trial(COMMON_BATCH, subject.cols[0], torch.bfloat16, dtype)
-        y, parameters = made.run(), (getattr(made.module, name, None) for name in ("weight", "bias"))
+        y, parameters = made.run(), (getattr(made.module, name, None) for name in PARAMETERS)
         given = made.inputs, *parameters, trials.EPS
         once, rounded = (
             autograd.of_form(computes.op, computes.arguments(*given, rounds, y.dtype)) for rounds in (False, True)
@@ -429,7 +432,7 @@ class _StockNorms(TorchFunctionMode):
         given.apply_defaults()
         operands = given.arguments
         others = tuple(operands["normalized_shape"]), operands["weight"], operands.get("bias"), operands["eps"]
-        for name in ("weight", "bias"):
+        for name in PARAMETERS:
             if operands.get(name) is not None:
                 operands[name] = operands[name].to(operands["input"].dtype)
         result = function(*given.args, **given.kwargs)

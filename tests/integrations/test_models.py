@@ -303,6 +303,16 @@ def test_the_callers_name_for_the_tensor_is_taken():
     torch.testing.assert_close(module(hidden_states=x), want)
 
 
+@by_hand
+def test_what_a_norm_lacks_is_not_asked_for(make, monkeypatch):
+    """Module.__getattr__, which raises for it, takes a fifth of a forward's host time."""
+    module, asked = made(make), []
+    fusednorm.patch_model(module)
+    monkeypatch.setattr(torch.nn.Module, "__getattr__", lambda self, name: asked.append(name))
+    module(torch.randn(3, COLS))
+    assert not asked
+
+
 def test_eps_is_read_on_each_call():
     module, x = PlainRMSNorm(), torch.randn(3, COLS)
     fusednorm.patch_model(module)
