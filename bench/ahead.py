@@ -38,6 +38,7 @@ def in_turn(cases: Sequence[Case], jobs_of: Callable[[Case], Iterable[tuple]]) -
         for case, futures in waiting:
             wait(futures)
             yield case
+        pool.shutdown()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():  # nobody waits for what is still compiled

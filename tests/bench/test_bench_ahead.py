@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,16 @@ def test_a_case_comes_once_its_jobs_are_done_in_processes_that_start_none(tmp_pa
         if case == "b":
             break
     assert not (tmp_path / "never").exists()
+
+
+def touch_at_exit(path: Path) -> None:
+    Finalize(None, path.touch, exitpriority=1)
+
+
+def test_processes_end_by_themselves_once_all_cases_have_come(tmp_path):
+    """Those that are killed leak the semaphores that libraries make."""
+    assert list(ahead.in_turn(["a"], lambda _: [(touch_at_exit, tmp_path / "ended")])) == ["a"]
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_candidate_is_compiled_as_it_is_timed(monkeypatch):
