@@ -27,19 +27,6 @@ from .dtypes import accumulation_dtype
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.key import PLAIN_TYPES
-from .host.torch_compat import (
-    asks_function_modes,
-    asks_subclasses,
-    dispatch_modes,
-    function_modes,
-    is_intercepted,
-    is_profiled,
-    is_traced,
-    is_wrapped,
-    needs_formula,
-    shown_to_profiler,
-    tracing_state,
-)
 from .namespace import NAMESPACE, TORCH_OPS
 from .operands import (
     OPS,
@@ -146,7 +133,7 @@ class NodeInfo(NamedTuple):
             if self.invariance != invariance.switch.invariance():
                 with as_in_forward(self.invariance):
                     return _backward(operands)
-        if not (_is_seen() or torch.is_grad_enabled() or is_intercepted()):
+        if not (_is_seen() or torch.is_grad_enabled() or torch_compat.is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
                 return grads
@@ -214,7 +201,7 @@ def above_autograd(operands: Operands) -> Outputs:
     """The implementation of the ops at the autograd key."""
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
-    if needs_formula():
+    if torch_compat.needs_formula():
         return reference.formula(operands)
     if _is_recorded(*operands.differentiable):
         return _recorded(operands) if operands.direction == "forward" else reference.formula(operands)
@@ -287,7 +274,7 @@ def _backward(operands: BackwardOperands) -> Outputs:
 
 def _is_seen() -> bool:
     """Whether a tracer or a profiler must see the ops that are called."""
-    return torch.compiler.is_dynamo_compiling() or is_profiled()
+    return torch.compiler.is_dynamo_compiling() or torch_compat.is_profiled()
 
 
 def _overload(operands: Operands) -> Callable[..., tuple]:
@@ -296,11 +283,11 @@ def _overload(operands: Operands) -> Callable[..., tuple]:
 
 def y_of(norm, x, normalized_shape, weight, bias, eps) -> Tensor:
     """y of a forward op, for calls that do not run in C++."""
-    traced = is_traced()
+    traced = torch_compat.is_traced()
     wants_statistics = traced or _is_recorded(x, weight, bias)
     operands = ForwardOperands(norm, x, normalized_shape, weight, bias, eps, wants_statistics)
     if not traced:
-        y = (_shown_forward if is_profiled() else _forward)(operands, wants_statistics)
+        y = (_shown_forward if torch_compat.is_profiled() else _forward)(operands, wants_statistics)
         if y is not None:
             return y
     if _is_for_onnx():
@@ -317,8 +304,8 @@ def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
 def of_operands(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     """The same for operands."""
     try:
-        if not torch.compiler.is_dynamo_compiling() and tracing_state() is not None and operands.normalized_shape:
-            # sizes are tensors then
+        is_traced_by_jit = not torch.compiler.is_dynamo_compiling() and torch_compat.tracing_state() is not None
+        if is_traced_by_jit and operands.normalized_shape:  # sizes are tensors then
             operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
         return _of_form(operands)
     except (AttributeError, TypeError, RuntimeError):
@@ -335,13 +322,15 @@ def of_form_in_cpp(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
 def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     if _is_for_onnx():
         outputs = reference.formula(operands)
-    elif is_traced() or asks_function_modes() or (has_torch_function(operands.tensors) and asks_subclasses()):
+    elif torch_compat.is_traced() or torch_compat.asks_function_modes() or (
+        has_torch_function(operands.tensors) and torch_compat.asks_subclasses()
+    ):
         outputs = call_op(_overload(operands), operands)
     else:
         recorded = _is_recorded(*operands.tensors)
         if operands.has_statistics:
             operands = operands._replace(wants_statistics=recorded)
-        outputs = (_shown_forward if is_profiled() else _forward)(operands, recorded)
+        outputs = (_shown_forward if torch_compat.is_profiled() else _forward)(operands, recorded)
         if outputs is not None:
             return outputs
         outputs = call_op(IMPLEMENTATIONS[operands.op], operands)
@@ -355,7 +344,7 @@ def _without_statistics(outputs: Outputs) -> Tensor | tuple[Tensor, ...]:
 def _forward(operands: Operands, recorded: bool) -> Tensor | tuple[Tensor, ...] | None:
     """The outputs without the statistics if all tensors are plain (`_is_plain`) and no mode, transform or forward-mode
     AD is active; else None."""
-    if type(operands.x) not in PLAIN_TYPES or is_intercepted():
+    if type(operands.x) not in PLAIN_TYPES or torch_compat.is_intercepted():
         return None
     outputs, _ = prepared.run(operands, _first_if_plain)
     if outputs is None:
@@ -369,7 +358,7 @@ def _shown_forward(operands: Operands, recorded: bool) -> Tensor | tuple[Tensor,
     """`_forward`, shown to torch.profiler as the dispatcher shows an op that it runs."""
     if not _is_plain(operands.tensors):
         return None
-    with shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
+    with torch_compat.shown_to_profiler(f"{NAMESPACE}::{operands.op}", *operands.tensors):
         return _forward(operands, recorded)
 
 
@@ -403,7 +392,7 @@ def _is_recorded(*tensors: Tensor | None) -> bool:
 def _without_dispatcher(operands: Operands) -> Outputs | None:
     """The outputs by CUDA kernels without the dispatcher, if nothing else intercepts calls below autograd; else None.
     Skipping the dispatcher saves a good part of a call's host time."""
-    if type(operands.x) not in PLAIN_TYPES or dispatch_modes() or function_modes():
+    if type(operands.x) not in PLAIN_TYPES or torch_compat.dispatch_modes() or torch_compat.function_modes():
         return None
     return prepared.run(operands, _first_if_plain)[0]
 
@@ -423,7 +412,7 @@ def _by_dispatcher(operands: Operands) -> Outputs:
 
 def _is_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call on these tensors would reach our CUDA kernels with nothing in between below autograd."""
-    if dispatch_modes() or function_modes():
+    if torch_compat.dispatch_modes() or torch_compat.function_modes():
         return False
     return all(each is None or (_is_on_a_gpu(each) and not _is_indirect(each)) for each in tensors)
 
@@ -437,7 +426,7 @@ def _is_indirect(tensor: Tensor) -> bool:
     """Whether the tensor's memory does not hold its value (a negated view), or the tensor has no memory: a ZeroTensor
     of forward-mode AD, a tensor whose storage was freed, or one of a transform (torch.func's, which may be over, or
     that of torch.autograd.grad(..., is_grads_batched=True))."""
-    if tensor.is_neg() or is_wrapped(tensor):
+    if tensor.is_neg() or torch_compat.is_wrapped(tensor):
         return True
     try:
         return not tensor.untyped_storage().data_ptr() and tensor.numel() > 0
