@@ -24,20 +24,9 @@ from ..planner.plan import (
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from ..settings import invariance
-from . import gpus
+from . import gpus, tiles
 from .launcher import Launch
 from .program import Address, Map, Number, Operand
-from .tiles import (
-    column_ring_tile,
-    column_tile,
-    log2_divisor,
-    norm_of,
-    ring_tile,
-    row_maps,
-    tile_map,
-    tile_of,
-    whole_row_tile,
-)
 
 Call = ForwardCall | BackwardCall
 
@@ -75,11 +64,11 @@ def _launch(
     along the third side of the grid."""
     groups, limit = call.problem.form.groups, {} if registers is None else {"maxnreg": registers}
     sides = tuple(grid) if groups == 1 else (*(*grid, 1)[:2], groups)
-    return Launch(kernel, sides, args, norm_of(call.problem, folds), tile, limit | options, named=named or {})
+    return Launch(kernel, sides, args, tiles.norm_of(call.problem, folds), tile, limit | options, named=named or {})
 
 
 def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
-    args, tile = _forward_args(call, outputs), tile_of(plan, log2_divisor(call), call.problem.form.groups)
+    args, tile = _forward_args(call, outputs), tiles.tile_of(plan, tiles.log2_divisor(call), call.problem.form.groups)
     grid, named = _of_samples(call)
     folds = _folds(plan, call)
     return [_launch(call, multiwave.forward, grid, args, tile, plan.max_registers, named, folds)]
@@ -87,7 +76,7 @@ def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -
 
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row."""
-    tile = whole_row_tile(plan, log2_divisor(call), call.problem.form.groups)
+    tile = tiles.whole_row_tile(plan, tiles.log2_divisor(call), call.problem.form.groups)
     registers = budget.row_pass_registers(call.problem, 1 << tile.log2_divisor)
     args = _forward_args(call, outputs)
     _, named = _of_samples(call)
@@ -95,7 +84,7 @@ def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple
 
 
 def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
-    tile = ring_tile(plan, call.problem, cluster=plan.cluster)
+    tile = tiles.ring_tile(plan, call.problem, cluster=plan.cluster)
     (x, x_tail), named = _ring_maps(plan, call, 1, tile)
     args = (x, x_tail, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
     grid, of_samples = _of_samples(call)
@@ -104,14 +93,14 @@ def _pipelined_forward(plan: PipelinedPlan, call: ForwardCall, outputs: tuple) -
 
 def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     tile = _warp_specialized_tile(plan, call.problem)
-    x, _no_tail = row_maps([call.x], call.problem.cols, tile)
+    x, _no_tail = tiles.row_maps([call.x], call.problem.cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
     return [_launch(call, warp_specialized.forward, [Number.CTAS], args, tile, budget.entry_registers(plan))]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     args, groups = (*_inputs(call), *out[:3], *_sizes(call)), call.problem.form.groups
-    tile = tile_of(plan, log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
+    tile = tiles.tile_of(plan, tiles.log2_divisor(call), groups, out.announces_end, makes_again=bool(out.sums))
     grid, named = _of_samples(call, out.sums)
     folds = _folds(plan, call)
     return [_launch(call, multiwave.backward, grid, args, tile, plan.max_registers, named, folds)]
@@ -120,16 +109,16 @@ def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, s
 def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the row means if dx is wanted, then one for all outputs by column tiles."""
     problem, inputs, sizes, launches = call.problem, _inputs(call), _sizes(call), []
-    of_tile = log2_divisor(call), problem.form.groups
+    of_tile = tiles.log2_divisor(call), problem.form.groups
     if problem.wants_dx:
         num_counters = 0 if out.counters is None else num_column_tiles(plan, problem)
         args = (*inputs, out.row_means, out.counters, num_counters, *sizes)
-        tile = whole_row_tile(plan, *of_tile)
+        tile = tiles.whole_row_tile(plan, *of_tile)
         launches.append(_launch(call, column_tiles.backward_row_means, [call.rows], args, tile))
     grid = triton.cdiv(problem.cols, plan.chunk), Number.CTAS
     args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
     registers = budget.column_pass_registers(plan, problem, gpus.with_installed_triton(spec))
-    tile = column_tile(plan, *of_tile)
+    tile = tiles.column_tile(plan, *of_tile)
     return [*launches, _launch(call, column_tiles.backward_by_column_tiles, grid, args, tile, registers)]
 
 
@@ -138,7 +127,7 @@ def num_column_tiles(plan: ColumnTilePlan, problem: NormProblem) -> int:
 
 
 def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
-    tile = ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
+    tile = tiles.ring_tile(plan, call.problem, cluster=plan.cluster, announces_end=out.announces_end)
     maps, named = _ring_maps(plan, call, 2, tile)
     args = (*maps, *_inputs(call)[2:], *out[:3], *_ring_sizes(call))
     grid, of_samples = _of_samples(call, out.sums)
@@ -147,9 +136,9 @@ def _pipelined_backward(plan: PipelinedPlan, call: BackwardCall, out: Written, s
 
 def _column_ring_backward(plan: ColumnRingPlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
     """One launch for the partials of dw and db, by column tiles."""
-    tile, cols = column_ring_tile(plan, call.problem), call.problem.cols
-    dy = tile_map(call.grad_out, cols, tile)
-    x = tile_map(call.x, cols, tile) if call.problem.wants_dw else None
+    tile, cols = tiles.column_ring_tile(plan, call.problem), call.problem.cols
+    dy = tiles.tile_map(call.grad_out, cols, tile)
+    x = tiles.tile_map(call.x, cols, tile) if call.problem.wants_dw else None
     args = (dy, x, call.mean, call.rstd, *out[1:3], *_ring_sizes(call))
     grid = triton.cdiv(cols, plan.chunk), Number.CTAS
     return [_launch(call, parameter_gradients.dw_and_db, grid, args, tile, plan.max_registers)]
@@ -161,7 +150,7 @@ def _warp_specialized_backward(
     tile = _warp_specialized_tile(plan, call.problem)
     pointers = (*_inputs(call)[2:], *out[:3])
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
-    maps = row_maps([call.x, call.grad_out], call.problem.cols, tile)[:2]  # without tails
+    maps = tiles.row_maps([call.x, call.grad_out], call.problem.cols, tile)[:2]  # without tails
     args = (*maps, *present, *_ring_sizes(call))
     return [_launch(call, warp_specialized.backward, [Number.CTAS], args, tile, budget.entry_registers(plan))]
 
@@ -216,7 +205,7 @@ def _ring_maps(
         maps = [view.tensor for view in views] + [None] * len(views)
         named["strides"] = tuple([view.outer_stride for view in views])
     else:
-        maps = row_maps(views, call.problem.cols, tile)
+        maps = tiles.row_maps(views, call.problem.cols, tile)
     rows, tails = maps[: len(views)], maps[len(views) :]
     named |= {f"desc_{at}": each for at, each in enumerate(rows[own:], 1)}
     named |= {f"tail_desc_{at}": each for at, each in enumerate(tails[own:], 1)}
@@ -225,7 +214,7 @@ def _ring_maps(
 
 def _warp_specialized_tile(plan: WarpSpecializedPlan, problem: NormProblem) -> RingTile:
     groups = {"num_groups": plan.num_groups, "cached": plan.cached, "group_registers": plan.max_registers}
-    return ring_tile(plan, problem, **groups)
+    return tiles.ring_tile(plan, problem, **groups)
 
 
 def _forward_args(call: ForwardCall, outputs: tuple) -> tuple:

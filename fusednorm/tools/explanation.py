@@ -18,22 +18,13 @@ from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
 from ..operands import OPS, ForwardOperands
 from ..planner import budget, choice, table
+from ..planner import plan as plans
 from ..planner.candidates import are_better_in_registers
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
-from ..planner.plan import (
-    BY_COLUMNS,
-    VARIANTS,
-    Plan,
-    ReferencePlan,
-    RingPlan,
-    grid_of,
-    num_launches,
-    num_passes,
-    piece_of_partials,
-)
+from ..planner.plan import BY_COLUMNS, VARIANTS, Plan, ReferencePlan, RingPlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance, margin
@@ -201,7 +192,7 @@ def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str
         found |= {"register_limit": of_forward if problem.is_forward else of_backward}
     if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
         cols = problem.cols if problem.by_sample else problem.width
-        piece, loads, warps = piece_of_partials(cols, problem.acc_dtype.itemsize)
+        piece, loads, warps = plans.piece_of_partials(cols, problem.acc_dtype.itemsize)
         found["sums"] = {"cols": piece, "num_loads": loads, "num_warps": warps, "dependent": device.places_dependents}
     return found
 
