@@ -136,7 +136,7 @@ def choices_for(call: ColumnSumCall, sweep: bool) -> Iterator[tuple[str, Choice]
 def our_call(inputs: list[Tensor], total: bool, choice: Choice) -> Call:
     from fusednorm.columns import launch as launch_columns
 
-    return lambda: launch_columns.column_sum(check_column_sum(inputs, total, None), choice)
+    return lambda: launch_columns.run(check_column_sum(inputs, total, None), choice)
 
 
 def sums_by_torch(inputs: list[Tensor], total: bool, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -116,7 +116,8 @@ def loads(sums: Sums, arch: int) -> list[str]:
 
     call = check_column_sum(sums.inputs("meta"), sums.total, sums.out_dtype)
     choice = column_plan.choose(call.problem, sums.rows, DEVICES[arch])
-    launches = launch_columns.on_tensors(call, choice).launches
+    tensors = [view.tensor for view in call.views]
+    launches = launch_columns.program_of(call, choice).on_tensors(tensors, tensors[0].shape, call.rows).launches
     with stand_in_for_a_gpu(DEVICES[arch]):
         return [each.kernel.warmup(*each.args, grid=each.grid, **each.keywords()).hash for each in launches]
 

@@ -16,7 +16,7 @@ from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..host.key import Extent
 from ..host.launcher import Launch
-from ..host.program import Address, Number, OnTensors, Output, Part, Program, Workspace
+from ..host.program import Address, Number, Output, Part, Program, Workspace
 from ..host.tiles import tile_map
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
@@ -31,27 +31,27 @@ from .problem import ColumnSumCall, ColumnSumProblem
 from .reference import formula
 
 
-def column_sum(call: ColumnSumCall, choice: Choice | None = None) -> list[Tensor]:
-    """The sums, [cols] each, by `choice`. By default the planner chooses; if that kernel cannot be built, the portable
-    kernel runs, then ATen."""
-    problem, tensors = call.problem, [view.tensor for view in call.views]
-    require_memory("column_sum", tensors)
-    if choice is not None:
-        return _run(call, tensors, choice)
-    spec = gpus.spec_of(tensors[0].device)
+def column_sum(call: ColumnSumCall) -> list[Tensor]:
+    """The sums, [cols] each, by the planner's choice. If that kernel cannot be built, the portable kernel runs, then
+    ATen."""
+    problem = call.problem
+    require_memory("column_sum", (view.tensor for view in call.views))
+    spec = gpus.spec_of(call.views[0].tensor.device)
     if invariance.switch.invariance() > 0:
         spec = spec.of_architecture()  # the number of splits follows from the number of SMs
     for kernel in (None, "portable"):
         choice = column_plan.choose(problem, call.rows, spec, kernel)
         if not isinstance(choice.plan, ReferencePlan) and not fallback.has_failed(choice.plan, problem, spec):
             try:
-                return _run(call, tensors, choice)
+                return run(call, choice)
             except BuildFailed as failed:
                 fallback.remember(choice.plan, problem, spec, str(failed))
-    return formula(tensors, problem.total, problem.out_dtype)
+    return formula([view.tensor for view in call.views], problem.total, problem.out_dtype)
 
 
-def _run(call: ColumnSumCall, tensors: list[Tensor], choice: Choice) -> list[Tensor]:
+def run(call: ColumnSumCall, choice: Choice) -> list[Tensor]:
+    """The sums by a choice, which must name a kernel."""
+    tensors = [view.tensor for view in call.views]
     addresses = [tensor.data_ptr() for tensor in tensors]
     alignment = None if call.problem.tma_aligned else tuple(address % ALIGNMENT == 0 for address in addresses)
     strides = tuple(view.outer_stride for view in call.views)
@@ -65,12 +65,6 @@ def _run(call: ColumnSumCall, tensors: list[Tensor], choice: Choice) -> list[Ten
         if bound:
             prepared.keep_by(key, shape, bound)
     return list(outputs)
-
-
-def on_tensors(call: ColumnSumCall, choice: Choice) -> OnTensors:
-    """What a choice, which must name a kernel, launches on the tensors of the call."""
-    tensors = [view.tensor for view in call.views]
-    return program_of(call, choice).on_tensors(tensors, tensors[0].shape, call.rows)
 
 
 def program_of(call: ColumnSumCall, choice: Choice) -> Program:

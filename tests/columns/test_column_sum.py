@@ -246,7 +246,7 @@ def test_portable_kernel_sums_every_row_once_whatever_the_tile(sums, splits):
     call = check_column_sum(inputs, sums.total, sums.out_dtype)
     for plan in portable_plans(call.problem, A100):
         with guarded_buffers() as buffers:
-            got = launch_columns.column_sum(call, Choice(plan, splits))
+            got = launch_columns.run(call, Choice(plan, splits))
         assert len(buffers) == len(got) + (splits > 1)
         assert_sums_close(got, inputs, sums.total)
 

@@ -110,7 +110,7 @@ def test_every_plan_is_right_with_any_number_of_splits(sums, splits, device):
     assert rings or device.arch < 90 or call.rows * call.problem.cols == 33 * 70
     for plan in [*rings, *portable_plans(call.problem, device)]:
         with guarded_buffers():
-            got = launch_columns.column_sum(call, Choice(plan, splits))
+            got = launch_columns.run(call, Choice(plan, splits))
         assert_sums_close(got, inputs, sums.total)
 
 
@@ -134,7 +134,7 @@ def test_more_than_two_to_the_31_elements(sums, kernel, device):
     call = check_column_sum(inputs, sums.total, None)
     choice = choose(call.problem, call.rows, device, kernel)
     assert choice.plan.kernel == kernel or device.arch < 90
-    assert_sums_close(launch_columns.column_sum(call, choice), inputs, sums.total)
+    assert_sums_close(launch_columns.run(call, choice), inputs, sums.total)
 
 
 def strided(rows: int, cols: int, count: int, offset: int = 0, dtype=BF16):
@@ -166,7 +166,7 @@ def test_both_kernels_read_rows_that_end_where_no_multiple_of_16_bytes_does(kern
     call = check_column_sum(inputs, False, None)
     choice = choose(call.problem, call.rows, device, kernel)
     assert choice.plan.kernel == kernel or device.arch < 90
-    assert_sums_close(launch_columns.column_sum(call, choice), inputs)
+    assert_sums_close(launch_columns.run(call, choice), inputs)
 
 
 def test_other_layouts():
