@@ -27,6 +27,7 @@ from fusednorm.planner.plan import Plan, from_text, text_of
 from fusednorm.tools.tune import Cell, Task, family_of
 
 from .cases import make_parser
+from .make_table import cell_of
 from .records import RESULTS, rows_of
 from .tables import GPUS
 
@@ -44,7 +45,7 @@ class Behind(NamedTuple):
 def cells_of(paths: Iterable[Path]) -> list[Cell]:
     """The newest of each."""
     records = sorted(rows_of(path for path in paths if path.exists()), key=lambda record: record["date"])
-    cells = {(cell.task, cell.rows): cell for cell in map(Cell.of, records) if len(cell.times) >= FEWEST_PLANS}
+    cells = {(cell.task, cell.rows): cell for cell in map(cell_of, records) if len(cell.times) >= FEWEST_PLANS}
     return list(cells.values())
 
 

@@ -16,7 +16,8 @@ OTHERS = [f"MultiWave(1,4096,1,{warps},1,255,0)" for warps in (2, 4, 8, 32)]
 
 
 def line(rows: int, plans: dict[str, float], date: str) -> str:
-    return json.dumps({"date": date, **TASK._asdict(), "rows": rows, "own": OTHERS[0], "plans": plans, "refused": []})
+    fields = {"norm": TASK.norm, "direction": TASK.direction, "cols": TASK.cols, "x_dtype": "bfloat16"}
+    return json.dumps({"date": date, **fields, "rows": rows, "own": OTHERS[0], "plans": plans, "refused": []})
 
 
 def test_the_share_of_a_choice_is_that_of_its_newest_time_and_unknown_without_one(tmp_path, capsys):
