@@ -110,15 +110,16 @@ def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan
         if not frame.least_cluster <= cluster <= frame.most_cluster or (cluster > 1 and not wide):
             continue
         for rows in _tiles(frame, cluster, problem):
-            shape = rows, 0, 0, frame.num_warps, frame.ctas_per_sm, 0
+            shape = {"rows_per_tile": rows, "num_warps": frame.num_warps, "ctas_per_sm": frame.ctas_per_sm}
+            shape |= {"chunk": 0, "num_chunks": 0, "max_registers": 0, "short_lived": frame.short_lived}
             if kind in RINGS:
                 columns = (rows if cluster == 1 else 1) * problem.cols / (32 * frame.num_warps * cluster)
                 known = frame._asdict() | {"kind": kind, "rows": rows, "cluster": cluster, "columns": columns}
                 of_ring = limits.stages_of_ring, limits.weight_in_smem
                 stages, in_smem = (limits.value_of(each, problem.quantities, known) for each in of_ring)
-                yield RINGS[kind](*shape[:3], stages, *shape[3:], in_smem, cluster, short_lived=frame.short_lived)
+                yield RINGS[kind](**shape, num_stages=stages, weight_in_smem=in_smem, cluster=cluster)
             else:
-                yield MultiWavePlan(*shape, frame.short_lived)
+                yield MultiWavePlan(**shape)
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:

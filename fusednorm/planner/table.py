@@ -69,9 +69,10 @@ class Table:
         """The problem's width and its ranges, or else those of the nearest widths that are not far. If the table does
         not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds wide
         rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
-        key, known = Key.of(problem), self.knows_parameters(problem)
-        alone = known or problem.quantities["holds_wide"]
-        lines = map(json.loads, self._lines(key if alone else self._like(key), problem.cols))
+        key = Key.of(problem)
+        if not (self.knows_parameters(problem) or problem.quantities["holds_wide"]):
+            key = self._like(key)
+        lines = map(json.loads, self._lines(key, problem.cols))
         return [(cols, tuple((most or math.inf, text) for most, text in plans)) for cols, plans in lines]
 
     def knows_parameters(self, problem: NormProblem) -> bool:
