@@ -107,11 +107,11 @@ class NodeInfo(NamedTuple):
         operands = self.operands(grad_y, saved, mask, more)
         return dict(zip([each.name for each in operands.outputs], self.outputs(operands), strict=True))
 
-    def outputs(self, operands: BackwardOperands) -> Outputs:
-        """The same in order."""
+    def outputs(self, operands: BackwardOperands, by_dispatcher: bool = False) -> Outputs:
+        """The same in order. `by_dispatcher` is for calls that may be known in C++."""
         if self.statistics_inside and torch.is_grad_enabled():
             return differentiable_backward(operands, self.eps)
-        return self._backward(operands)
+        return self._backward(operands, by_dispatcher)
 
     def operands(self, grad_y, saved: dict[str, Tensor | None], mask, more: dict[str, Tensor]) -> BackwardOperands:
         return backward_of(
@@ -124,7 +124,7 @@ class NodeInfo(NamedTuple):
             **more,
         )
 
-    def _backward(self, operands: BackwardOperands) -> Outputs:
+    def _backward(self, operands: BackwardOperands, by_dispatcher: bool) -> Outputs:
         if not torch.compiler.is_dynamo_compiling():
             # What was asked for of the forward, not of autograd's thread.
             if self.asked != asked_variants():
@@ -133,6 +133,8 @@ class NodeInfo(NamedTuple):
             if self.invariance != invariance.switch.invariance():
                 with as_in_forward(self.invariance):
                     return _backward(operands)
+        if by_dispatcher:
+            return call_op(_overload(operands), operands)
         if not (_is_seen() or torch.is_grad_enabled() or torch_compat.is_intercepted()):
             grads, _ = prepared.run(operands)
             if grads is not None:
@@ -251,7 +253,8 @@ def gradients_of(info: NodeInfo | None, name: str, arguments: tuple) -> Sequence
     """The same for a backward op, in the backward of a Function that is no NormFunction."""
     if info is None:
         return outputs_of(name, arguments)
-    return _own_outputs(name, info.outputs(operands_by_position(name, arguments)))
+    operands = operands_by_position(name, arguments)
+    return _own_outputs(name, info.outputs(operands, by_dispatcher=native.extension is not None))
 
 
 def _own_outputs(name: str, outputs: Outputs) -> Sequence[Tensor | None]:

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import fusednorm
 from fusednorm import batch_invariant
 from fusednorm.heads.problem import Packing
-from fusednorm.host import native
+from fusednorm.host import native, prepared
 
 WIDTH, COLS = 40, 12
 FUNCTIONS = {"layer": fusednorm.layer_norm_gated_packed, "rms": fusednorm.rms_norm_gated_packed}
@@ -87,6 +87,21 @@ def test_a_known_forward_and_backward_enter_few_frames(step, most, gpu):
     step()
     with gpu.repeating(2):
         assert frames_of(step) <= most
+
+
+@pytest.mark.parametrize("step", [lambda: run("layer"), run_heads], ids=ENTERED)
+def test_the_function_has_the_same_programs_by_the_dispatcher(step, gpu, monkeypatch):
+    """It runs calls that a mode sees, such as that of torch.set_default_device. The Python host is not asked."""
+    step()
+    found = []
+    monkeypatch.setattr(prepared, "run", None)
+    for _ in range(2):
+        gpu.launched.clear()
+        with gpu.repeating(2):
+            step()
+        found.append([(each.build, each.config) for each in gpu.launched])
+        monkeypatch.setattr(native, "y_of_parts", lambda *_: None)
+    assert found[0] == found[1]
 
 
 GATED = (4, 16), (20, 32)  # between, before and behind other columns
