@@ -262,17 +262,12 @@ def _of_scattered(first: Node) -> tuple[Node, list[Piece]] | None:
         each = waiting.pop()
         if each.target is aten.add.Tensor and (each is root or len(each.users) == 1) and not each.kwargs:
             waiting += each.args
-        elif each.target in SCATTERED and _is_zeros(each.args[0]):
-            zeros, piece, *place = each.args
-            function = SCATTERED[each.target]
+        elif each.target in SCATTERED and (zeros := each.args[0]).target is aten.full.default and not zeros.args[1]:
+            function, (_, piece, *place) = SCATTERED[each.target], each.args
             pieces.append((piece, lambda whole, function=function, place=place: function(whole, *place)))
         else:
             return None
     return root, pieces
-
-
-def _is_zeros(node: Any) -> bool:
-    return isinstance(node, Node) and node.target is aten.full.default and node.args[1] == 0
 
 
 def _back(end: Node, start: Node, tensor: Tensor) -> Tensor | None:

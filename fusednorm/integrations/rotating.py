@@ -238,15 +238,14 @@ def _led_to_rotations(forward: FunctionType, modules: dict[str, nn.Module | None
         if each.opname.startswith("LOAD_"):
             places.setdefault(str(each.argval), []).append(at)
     for name, rotations in places.items():
-        if len(rotations) == 1 and _takes_tables(forward.__globals__.get(name)):
+        function = forward.__globals__.get(name)
+        if len(rotations) != 1 or not inspect.isfunction(function):
+            continue
+        if [*inspect.signature(function).parameters][2:4] == ["cos", "sin"]:
             (end,) = rotations
             start = max((at for at, each in enumerate(code[:end]) if _leads_past(each, code[end].offset)), default=-1)
             between = {of for of, found in places.items() if all(start < at < end for at in found)}
             yield name, [each for of, each in modules.items() if each is not None and of in between]
-
-
-def _takes_tables(function: Any) -> bool:
-    return inspect.isfunction(function) and list(inspect.signature(function).parameters)[2:4] == ["cos", "sin"]
 
 
 def _leads_past(instruction: dis.Instruction, offset: int) -> bool:

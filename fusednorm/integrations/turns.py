@@ -91,7 +91,8 @@ def _of_unbound(x: Node) -> Turn | None:
     if other is None or more:
         return None
     wide, product = (other, only_user(other)) if kind_of(other) == "cast" else (x, other)
-    return _summed(x, wide, product, _behind_cast(turned), False, interleaved)
+    turned = user if kind_of(user := only_user(turned)) == "cast" else turned
+    return _summed(x, wide, product, turned, False, interleaved)
 
 
 def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, bool]:
@@ -109,10 +110,6 @@ def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, boo
         if is_there and len(unbound.users) == 2 and {*parts} == {0, 1}:
             return parts[0], parts[1], interleaved
     return None, None, False
-
-
-def _behind_cast(node: Node) -> Node:
-    return user if kind_of(user := only_user(node)) == "cast" else node
 
 
 def _stacked(node: Node | None) -> tuple[Node, ...]:

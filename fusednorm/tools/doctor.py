@@ -88,13 +88,9 @@ def check_triton() -> list[Finding]:
         return [Finding(status, "triton", "not installed: CUDA tensors cannot run, CPU tensors do not need it")]
     if version_of(installed) < OLDEST_TRITON:
         return [Finding("problem", "triton", f"{installed}, needs {'.'.join(map(str, OLDEST_TRITON))} or later")]
-    if is_unknown_triton():
+    if triton_compat.installed() is not None and triton_compat.in_use() is None:
         return [Finding("note", "triton", f"{installed}: {what_is_launched()}")]
     return [Finding("ok", "triton", installed)]
-
-
-def is_unknown_triton() -> bool:
-    return triton_compat.installed() is not None and triton_compat.in_use() is None
 
 
 def what_is_launched() -> str:
