@@ -117,6 +117,17 @@ def test_the_gradient_of_a_projection_is_written_once(way, heads_first):
     assert told == [(way, "of heads", True) for way in ("backward", "forward") for _ in "qk"], "each norm once"
 
 
+def test_v_may_have_no_heads():
+    def model(x, of_qkv, of_q, of_k):
+        *both, v = F.linear(x, of_qkv).split([size * D for size in SIZES], dim=-1)
+        q, k = (each.view(*each.shape[:2], -1, D) for each in both)
+        return of_torch(q, of_q), of_torch(k, of_k), v.sin()
+
+    traced, given = trace(model, join="packed"), operands()
+    assert_alike(traced, model, given)
+    assert joined(traced) == (1, 1)
+
+
 @pytest.mark.parametrize("norm", NORMS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_torchs_norms_and_those_by_hand_are_as_exact_as_they_were(norm, dtype):
