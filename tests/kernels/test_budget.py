@@ -106,6 +106,9 @@ JOBS = [
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
     (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),
+    # 168 and 128 registers, by caps
+    (90, make_modulated("layer", 1152, modulation="fp32", direction="backward")),
+    (90, replace(make_modulated("layer", 1152, direction="backward"), residual_dtype=torch.bfloat16)),
     (90, make_modulated("rms", 3072, modulation="fp32")),
     (120, make_modulated("layer", 1152, modulation="fp32")),
     (80, make_gated_sum("layer", 1152, weight="bf16")),
