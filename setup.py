@@ -33,7 +33,7 @@ setup(
     package_data={"fusednorm": ["py.typed", "host/csrc/*", "planner/data/*.json*"]},
     python_requires=">=3.10",
     entry_points={"torch_dynamo_backends": ["fusednorm = fusednorm.integrations.inductor:compile_graph"]},
-    install_requires=["torch>=2.11", f"triton>=3.6; {LINUX}"],
+    install_requires=["filelock", "torch>=2.11", f"triton>=3.6; {LINUX}"],
     extras_require={
         "test": [
             *("build", "expecttest", "hypothesis", "mypy", "numpy", "pytest", "pytest-xdist", "ruff", "setuptools>=68"),

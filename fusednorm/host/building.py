@@ -6,7 +6,6 @@ process never loads what was built for another torch or from other sources, and 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -15,7 +14,6 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -64,9 +62,11 @@ def build() -> Path:
     cannot be written."""
     if not SOURCES.is_dir():
         raise RuntimeError("build: this copy of the package comes without the sources of the C++ host side")
+    from filelock import FileLock  # torch needs it, too
+
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(file.with_suffix(".lock")):
+    with FileLock(file.with_suffix(".lock")):
         if file.exists():
             return file
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -96,13 +96,3 @@ def _first_error(messages: str) -> str:
     """The first line that names an error, then all that the compiler said."""
     errors = (line.strip() for line in messages.splitlines() if re.search(r"\b(fatal )?error\b:", line))
     return f"build: the C++ host side does not compile here: {next(errors, 'see below')}\n{messages}"
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Inside, no other process builds the same file."""
-    import fcntl  # not on Windows, where nothing is built
-
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
