@@ -201,11 +201,14 @@ def check_activations(model: GPT, tokens: Tensor) -> bool:
 def check_interpreted() -> bool:
     """Check SMALL_PROBLEMS by the portable kernels in Triton's interpreter."""
     title, before = "The portable Triton kernels in Triton's interpreter", len(fallback.failures())
-    enable_interpreter()
-    with kernels_on("cpu"):
-        checked = {str(case): check_ops(case) for case in SMALL_PROBLEMS}
-    for failure in fallback.failures()[before:]:
-        print(f"\nWRONG: {title}: {failure}")
+    try:
+        enable_interpreter()
+        with kernels_on("cpu"):
+            checked = {str(case): check_ops(case) for case in SMALL_PROBLEMS}
+        for failure in fallback.failures()[before:]:
+            raise RuntimeError(str(failure))
+    except Exception as error:
+        print(f"\nWRONG: {title}: {type(error).__name__}: {error}")
         return False
     return print_errors(title, checked)
 

@@ -109,11 +109,17 @@ def test_wrong_outputs_are_reported(model, text, monkeypatch, capsys):
     assert "dx has an element beyond its bound" in capsys.readouterr().out
 
 
-def test_kernels_that_fail_are_reported(monkeypatch, capsys):
+@pytest.mark.parametrize("what", ["failures", "error"])
+def test_kernels_that_fail_are_reported(what, monkeypatch, capsys):
+    def fail():
+        raise RuntimeError("it cannot run")
+
     failures = iter([[], ["it cannot run"]])
     monkeypatch.setattr(demo.fallback, "failures", lambda: next(failures))
+    monkeypatch.setattr(demo, "enable_interpreter", fail if what == "error" else lambda: None)
     assert not demo.check_interpreted()
-    assert capsys.readouterr().out == "\nWRONG: The portable Triton kernels in Triton's interpreter: it cannot run\n"
+    said = "\nWRONG: The portable Triton kernels in Triton's interpreter: RuntimeError: it cannot run\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_conclusion_is_as_good_as_what_was_seen():
