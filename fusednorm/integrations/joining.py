@@ -73,14 +73,18 @@ class Joined(NamedTuple):
         cols, y_dtype = value_of(self.h).shape[-1], value_of(self.y).dtype
         return tensors | self.settings | {"normalized_shape": [cols], "eps": self.norm.eps, "y_dtype": y_dtype}
 
-    def users(self) -> set[Node]:
-        """What uses the results beside the code that the op replaces."""
+    def gone(self) -> set[Node]:
+        """The code that the op replaces."""
         inputs = self.inputs
         gone = {*reached([self.y], lambda node: () if node in inputs else node.all_input_nodes)} - {*inputs}
         for node in sorted(gone, reverse=True):
             if node not in self.replaced and not gone.issuperset(node.users):
                 gone.remove(node)
-        return {user for each in self.replaced for user in each.users} - gone
+        return gone
+
+    def users(self) -> set[Node]:
+        """What uses the results beside that code."""
+        return {user for each in self.replaced for user in each.users} - self.gone()
 
 
 def alone(norm: Written) -> Joined:
@@ -95,11 +99,14 @@ Finder = Callable[[Written], Iterable[Joined]]  # the ways to see a norm, the be
 def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int]) -> Iterator[Joined]:
     """Those of the norms that ops take. written: the memory that the graph writes in place."""
     replaced: set[Node] = set()
+    inside: set[Node] = set()  # what other ops replace, but for their results
     for norm in norms:
-        ways = (each for find in finders for each in find(norm) if replaced.isdisjoint(each.replaced))
+        found = (each for find in finders for each in find(norm))
+        ways = (each for each in found if replaced.isdisjoint(each.replaced) and inside.isdisjoint(each.inputs))
         first = next(filter(_is_taken, ways), None)
         if first and not reads_any(written, first.y, first.inputs):
             replaced.update(first.replaced)
+            inside |= first.gone() - {*first.replaced}
             yield first
 
 

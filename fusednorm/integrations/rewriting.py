@@ -102,12 +102,10 @@ def _make_ops(model: GraphModule, calls: list[tuple[str, Joined]], pairs: list[P
     made: dict[Node, Node] = {}  # by what they replace, which may be the input of a later norm
     for mark, each in calls:
         joining.make_op(model.graph, each, mark, made)
-        for old in each.replaced:
-            _erase(old)
     for pair in pairs:
         rotations.make_op(model.graph, pair, made)
-        for each in pair.both:
-            _erase(each.y)
+    for old in made:  # now that no op is to be made that might read what it was made of
+        _erase(old)
     model.recompile()
 
 

@@ -45,7 +45,8 @@ def find_turn(x: Node) -> Turn | None:
 def find_turn_to(y: Node) -> Turn | None:
     """The rotation whose result y is."""
     sources = reached([y], lambda node: node.all_input_nodes if kind_of(node) in STEPS else ())
-    turns = (find_turn(each) for each in sources if getattr(value_of(each), "ndim", 0) == 4)
+    of_heads = (each for each in sources if getattr(value_of(each), "ndim", 0) == 4)
+    turns = (find_turn(each) for each in of_heads if isinstance(value_of(each).shape[-1], int))
     return next((turn for turn in turns if turn and turn.y is y), None)
 
 

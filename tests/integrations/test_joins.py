@@ -113,6 +113,24 @@ def test_they_are_found_in_modes_of_inductor(model, mode, monkeypatch):
     assert seen == MODELS[model]
 
 
+def gate_between(x, residual, scale, shift, gate, weight):
+    """A gate behind a norm and before the next."""
+    return [layer(layer(x) * F.silu(residual)).sin()]
+
+
+def residual_between(x, residual, scale, shift, gate, weight):
+    """A modulated norm with a residual behind it, which the next one normalizes."""
+    h = x + layer(x) * (1 + scale[:, None])
+    return dit(h, scale, shift, layer), h
+
+
+@pytest.mark.parametrize("model", [gate_between, residual_between], ids=lambda each: each.__name__)
+def test_a_norm_may_read_what_another_one_replaces(model):
+    traced, given = trace(model), operands()
+    check(results(traced, given), results(model, given))
+    assert ran(traced)
+
+
 def beside_rotations(q, k, of_q, of_k, cos, sin, x, scale):
     """Its norm is traced behind those of q and k."""
     y = [layer(x) * (1 + scale)]

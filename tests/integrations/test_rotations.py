@@ -180,6 +180,17 @@ def test_a_rotation_may_come_before_the_norm(norm, swaps):
     assert op.kwargs["norm_first"] is False
 
 
+@pytest.mark.parametrize("turn", [turn, turn_pairs], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("attention", [attention, rotated_first], ids=lambda each: each.__name__)
+def test_any_dim_of_the_tables_may_vary(attention, turn):
+    model, given = functools.partial(attention, turn=turn), operands()
+    for table in given[4:]:
+        torch._dynamo.maybe_mark_dynamic(table, [0, 1, 2])
+    traced = trace(model)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 LEFT_OVERS = "aten.rsqrt", "aten.cat", "aten.mul.Tensor", "fusednorm.rms_norm_bwd", "fusednorm.layer_norm_bwd"
 
 
