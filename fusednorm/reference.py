@@ -321,10 +321,16 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
 def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Outputs:
     """What the gradients of mean and rstd (None if absent) add to the outputs of a backward; None where nothing."""
     given, operands = operands, by_group(operands)
-    h, statistics = _row_of(operands), (operands.mean, operands.rstd)
+    h, mean, rstd = _row_of(operands), operands.mean, operands.rstd
     if given is not operands:
-        grad_mean, grad_rstd = (g if g is None else g.reshape(operands.rstd.shape) for g in (grad_mean, grad_rstd))
-    dh = statistics_backward_formula(h, operands.normalized_shape, *statistics, grad_mean, grad_rstd)
+        grad_mean, grad_rstd = (g if g is None else g.reshape(rstd.shape) for g in (grad_mean, grad_rstd))
+    dtype, cols = accumulation_dtype(h.dtype), math.prod(operands.normalized_shape)
+    dh = torch.zeros_like(h, dtype=dtype)
+    if grad_mean is not None:
+        dh = dh + grad_mean / cols
+    if grad_rstd is not None:
+        centered = h.to(dtype) if mean is None else h.to(dtype) - mean
+        dh = dh - grad_rstd * rstd.pow(3) * centered / cols
     made = _in_dtypes(_of_row(dh, operands), operands.output_mask, operands)
     return made if given is operands else _joined(given, made)
 
@@ -338,26 +344,6 @@ def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None,
     groups = by_group(operands)
     found = forward_formula(ForwardOperands(groups.norm, _row_of(groups), groups.normalized_shape, eps=eps))[1:3]
     return tuple(each if each is None else each.reshape(operands.rstd.shape) for each in found)
-
-
-def statistics_backward_formula(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor | None,
-    rstd: Tensor,
-    grad_mean: Tensor | None,
-    grad_rstd: Tensor | None,
-) -> Tensor:
-    """The contribution of the gradients of mean and rstd (None if absent) to dx, in the accumulation
-    dtype."""
-    dtype, cols = accumulation_dtype(x.dtype), math.prod(normalized_shape)
-    dx = torch.zeros_like(x, dtype=dtype)
-    if grad_mean is not None:
-        dx = dx + grad_mean / cols
-    if grad_rstd is not None:
-        centered = x.to(dtype) if mean is None else x.to(dtype) - mean
-        dx = dx - grad_rstd * rstd.pow(3) * centered / cols
-    return dx
 
 
 def _sum_rows(rows: Tensor, parameter: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,11 @@ def without_offset(weight: Any) -> tuple[Any, float]:
 def is_cast(node: Any, source: tuple[torch.dtype, ...], target: torch.dtype) -> bool:
     is_of_source = isinstance(node, Node) and node.target is CAST and dtype_of(node.args[0]) in source
     return is_of_source and dtype_of(node) == target
+
+
+def widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """The named arguments that are float32 copies of 16-bit tensors."""
+    return [name for name in names if is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

@@ -18,7 +18,7 @@ copies.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,16 +169,16 @@ def _fold_around(node: Node) -> bool:
     tail = _follow(outputs, residual) if 0 in outputs else Tail(None, dtype_of(arguments["x"]), residual)
     weight, offset = without_offset(arguments["weight"])
     arguments |= {"weight": weight, "weight_offset": arguments["weight_offset"] + offset}
-    widened = [*_widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
-    folds = widened or offset or tail.node is not outputs.get(0)
-    arguments |= {name: arguments[name].args[0] for name in widened}
+    wide = [*edits.widened(arguments, rows), *_widened_parameters(arguments, parameters, outputs)]
+    folds = wide or offset or tail.node is not outputs.get(0)
+    arguments |= {name: arguments[name].args[0] for name in wide}
     arguments["residual_grad"] = tail.residual
     if _is_left_to_inductor(node, op, arguments, tail.node) or not folds:
         return False
     new = call_op(node, op, arguments | {"dx_dtype": tail.dtype})
     for index, output in outputs.items():
         replaced = [tail.node] if index == 0 else [output]
-        if index and parameters[index - 1] in widened:
+        if index and parameters[index - 1] in wide:
             replaced = list(output.users)  # casts of the gradient back to the parameter's dtype
         value = call_before(node, operator.getitem, (new, index))
         for old in replaced:
@@ -241,18 +241,13 @@ def _other_summand(user: Node, dx: Node) -> Node | None:
     return other if is_shape(other.meta["val"].shape, dx.meta["val"].shape) else None
 
 
-def _widened(arguments: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """The named arguments that are float32 copies of 16-bit tensors."""
-    return [name for name in names if is_cast(arguments[name], SIXTEEN_BITS, torch.float32)]
-
-
 def _widened_parameters(arguments: dict[str, Any], parameters: list[str], outputs: dict[int, Node]) -> list[str]:
     """The parameters that are float32 copies of 16-bit tensors and whose gradient is used only in the 16-bit dtype. The
     folded op returns the gradient in that dtype."""
     found = []
     for index, name in enumerate(parameters, start=1):
         uses = outputs[index].users if index in outputs else ()
-        if name in _widened(arguments, [name]):
+        if edits.widened(arguments, [name]):
             dtype = dtype_of(arguments[name].args[0])
             if all(is_cast(use, (torch.float32,), dtype) for use in uses):
                 found.append(name)

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node, map_arg
 from ..dtypes import FLOAT_DTYPES
 from ..operands import FORWARD, OPS, Op, Role
 from . import edits, paying, routing
-from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_cast, is_shape, without_offset
+from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_shape, without_offset
 
 aten = torch.ops.aten
 READ_ONCE = 1024  # columns: rows of so many Inductor keeps in registers
@@ -97,13 +97,10 @@ def _why_inductor(node: Node, folded: Folded) -> str | None:
 def _folded(node: Node, op: Op) -> Folded:
     arguments, replaced = arguments_of(node), {each.args[1]: each for each in node.users if each.users}
     arguments = {slot.name: op.default(slot) for slot in OPS[f"{op.norm}_norm_fwd_affine"].arguments} | arguments
-    for name in ("weight", "bias"):
-        if is_cast(arguments[name], SIXTEEN_BITS, torch.float32):
-            arguments[name] = arguments[name].args[0]
+    wide = edits.widened(arguments, ["weight", "bias"] if arguments["rounds_x_hat"] else ["weight", "bias", "x"])
+    arguments |= {name: arguments[name].args[0] for name in wide}
     arguments["weight"], offset = without_offset(arguments["weight"])
     arguments["weight_offset"] += offset
-    if is_cast(arguments["x"], SIXTEEN_BITS, torch.float32) and not arguments["rounds_x_hat"]:
-        arguments["x"] = arguments["x"].args[0]
     if y := replaced.get(0):
         user = next(iter(y.users))
         is_narrowed = len(y.users) == 1 and user.target is CAST and dtype_of(y) == torch.float32
