@@ -460,9 +460,8 @@ def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:
 
 def _number(eps: float) -> float:
     """eps as a number. Raises TypeError for whatever torch does not take as one; the callers then raise torch's own."""
-    if not isinstance(eps, (Real, Tensor, torch.SymFloat)):
-        raise TypeError
-    if isinstance(eps, Tensor) and (eps.dim() or eps.requires_grad):
+    is_array = isinstance(eps, Tensor) and (eps.dim() or eps.requires_grad)
+    if is_array or not isinstance(eps, (Real, Tensor, torch.SymFloat)):
         raise TypeError
     return eps if isinstance(eps, torch.SymFloat) else float(eps)
 

@@ -33,14 +33,8 @@ __all__ = ["Entry", "Report", "compile_graph", "disable_inductor", "enable_induc
 
 # Further private names of torch that this module uses. If one is gone, the import fails here, not a compilation later.
 _Settings = torch._TorchCompileInductorWrapper
-for _module, *_names in (
-    (inductor, "compile_fx", "compile_fx_inner"),
-    (config, "joint_custom_post_pass"),
-    (torch.compiler.config, "cache_key_tag"),
-    (routing.decomposition, "decompositions", "fast_random_decomps"),
-):
-    for _name in _names:
-        getattr(_module, _name)
+_ = inductor.compile_fx, inductor.compile_fx_inner, config.joint_custom_post_pass, torch.compiler.config.cache_key_tag
+_ = routing.decomposition.decompositions, routing.decomposition.fast_random_decomps
 _stock_compile_fx: Callable[..., Any] | None = None  # Inductor's own compile_fx while enabled, else None
 _joins = frozenset(rewriting.JOINS)  # the last ones given
 
