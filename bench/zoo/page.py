@@ -34,7 +34,7 @@ def steps_of(records: list[dict]) -> dict[str, dict[tuple[str, str], dict]]:
     models: dict[str, dict[tuple[str, str], dict]] = {}
     for each in sorted(records, key=lambda each: list(MODELS).index(each["model"])):
         if each.get("median_ms"):
-            # Until 2026-11-28 what enable_inductor joins now had to be asked for.
+            # Until 2026-11-29 what enable_inductor joins now had to be asked for.
             norms = "enable_inductor" if each["norms"] in ASKED_FOR else each["norms"]
             way, ways = (each["way"], norms), models.setdefault(each["title"], {})
             if way == next(iter(WAYS)):

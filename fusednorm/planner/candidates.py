@@ -32,7 +32,7 @@ from .plan import (
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
-# By the kinds of frames. The others are rows in "registers", and "any" rows in registers.
+# What some kinds of frames make. Those of "registers" and "any" hold rows in registers.
 RINGS = {"ring": PipelinedPlan, "gated ring": PipelinedPlan, "copied ring": AsyncCopyPlan}
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
 

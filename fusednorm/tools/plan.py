@@ -21,7 +21,8 @@ from .warm import Wanted, form_named
 VARIANT_TEXTS = {
     "multi_wave": "Triton kernels for every GPU. CTAs load rows straight to registers. Rows too wide for that go by\n"
     "column tiles, which read x twice.",
-    "async_copy": "Threads copy rows to shared memory. On GPUs without TMA, for rows that registers do not hold.",
+    "async_copy": "On GPUs without TMA threads copy rows to shared memory, in backwards of rows that registers do\n"
+    "not hold.",
     "pipelined": "From sm_90 on. TMA copies rows to shared memory, some tiles ahead. Wide rows are shared by the CTAs\n"
     "of a cluster.",
     "warp_specialized": "From sm_90 on. As pipelined, but a warp of its own makes the copies. Preferred on Blackwell.",
