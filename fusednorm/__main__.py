@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
 from . import __version__
-from .tools.plan import add_plan_arguments, run_plan
-from .tools.tune import add_tune_arguments, run_tune
+from .tools.plan import add_plan_arguments
+from .tools.tune import add_tune_arguments
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,25 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     hub = commands.add_parser("hub", help="write a repository that Hugging Face's `kernels` loads")
     hub.add_argument("folder", type=Path, help="a new folder for it, or one that an earlier call wrote")
     options = parser.parse_args(arguments)
-    if options.command == "plan":
-        return run_plan(options)
-    if options.command == "tune":
-        return run_tune(options)
-    if options.command == "build":
-        from .tools.build import run_build
-
-        return run_build()
-    if options.command == "demo":
-        from .tools.demo import run_demo
-
-        return run_demo(options.steps, options.out)
-    if options.command == "hub":
-        from .tools.hub import run_hub
-
-        return run_hub(options.folder)
-    from .tools.doctor import run_doctor
-
-    return run_doctor()
+    return importlib.import_module(f".tools.{options.command}", __package__).run(options)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
 
@@ -10,7 +11,7 @@ import torch
 from ..host import building
 
 
-def run_build() -> int:
+def run(options: argparse.Namespace) -> int:
     """Build the extension if it is not there. Returns 1, with the compiler's messages, if that is not possible."""
     what = f"the host side in C++, for torch {torch.__version__} and Python {platform.python_version()}"
     try:

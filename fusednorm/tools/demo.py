@@ -3,6 +3,7 @@ norms and with ours."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import platform
 import statistics
@@ -54,12 +55,12 @@ GPU_SIZE = Size(1024, 12, 16, 1024, 16, 300, 3e-4, torch.bfloat16)  # takes abou
 SMALL_GPU_SIZE = replace(GPU_SIZE, batch=4)
 
 
-def run_demo(steps: int | None, out: Path) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo. Returns 0 if every output was within its bounds and both trainings ended at the same loss, else
     1."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = pick_size(device)
-    steps = steps or size.steps
+    steps = options.steps or size.steps
     print(describe(device))
     text = standard_library_text()
     torch.manual_seed(SEED)
@@ -69,7 +70,7 @@ def run_demo(steps: int | None, out: Path) -> int:
         right &= check_interpreted()
     parameters = sum(p.numel() for p in model.parameters())
     print(f"\nA byte-level GPT of {parameters / 1e6:.1f} M parameters reads the source of Python's standard library.")
-    right &= report(train(model, text, size, steps), out)
+    right &= report(train(model, text, size, steps), options.out)
     print(conclusion(device, right))
     return 0 if right else 1
 

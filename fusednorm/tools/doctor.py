@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -38,7 +39,7 @@ class Finding:
     text: str
 
 
-def run_doctor() -> int:
+def run(options: argparse.Namespace) -> int:
     """Print the findings. Returns 1 if one of them is a problem, else 0."""
     findings = diagnose()
     for finding in findings:

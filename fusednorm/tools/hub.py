@@ -7,6 +7,7 @@ host side in C++ is left out, because a build must serve every torch.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import json
@@ -60,7 +61,8 @@ FLAKE = """\
 """
 
 
-def run_hub(folder: Path) -> int:
+def run(options: argparse.Namespace) -> int:
+    folder = options.folder
     write_repository(folder)
     files = sum(each.is_file() for each in folder.rglob("*"))
     print(f"Wrote {files} files to {folder}; its README.md says what they are. A model of transformers takes it by:\n")

@@ -62,7 +62,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
 
 
-def run_plan(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     try:
         spec = device_of(options)
         shapes = list(itertools.product(options.cols or [4096], options.rows or [16384]))

@@ -427,7 +427,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="the table's file (default: where the planner looks for it)")
 
 
-def run_tune(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> int:
+def run(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic) -> int:
     if not torch.cuda.is_available():
         print("tune: needs a CUDA GPU, got none", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_doctor_finds_this_machine_able():
 
 def test_a_problem_makes_the_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "diagnose", lambda: [Finding("ok", "a", "fine"), Finding("problem", "b", "broken")])
-    assert doctor.run_doctor() == 1
+    assert doctor.run(argparse.Namespace()) == 1
     assert "Problems: 1." in capsys.readouterr().out
 
 

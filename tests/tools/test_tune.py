@@ -125,11 +125,11 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     monkeypatch.setattr(tune, "start_workers", lambda *_: [])
     monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {text_of(plan): 1.0 for plan in plans})
     options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, out=None)
-    assert tune.run_tune(options, lambda: next(seconds)) == 0
+    assert tune.run(options, lambda: next(seconds)) == 0
     begun = len((tmp_path / "gpu.cells").read_text().splitlines())
     assert 0 < begun < 4 * len(COUNTS)
     options.minutes = 100
-    assert tune.run_tune(options, lambda: next(seconds)) == 0
+    assert tune.run(options, lambda: next(seconds)) == 0
     assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(COUNTS)
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
 
@@ -164,7 +164,7 @@ def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
 def test_without_a_gpu_it_says_so(capsys):
-    assert tune.run_tune(argparse.Namespace(minutes=1)) == 2
+    assert tune.run(argparse.Namespace(minutes=1)) == 2
     assert capsys.readouterr().err == "tune: needs a CUDA GPU, got none\n"
 
 
