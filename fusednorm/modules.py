@@ -214,12 +214,7 @@ class RMSNormGated(_FormNorm):
     norm = "rms"
 
     def __init__(
-        self,
-        *args,
-        activation: str = "silu",
-        norm_before_gate: bool = True,
-        group_size: int | None = None,
-        **kwargs,
+        self, *args, activation: str = "silu", norm_before_gate: bool = True, group_size: int | None = None, **kwargs
     ) -> None:
         super().__init__(*args, **kwargs)
         require_one_of(type(self).__name__, "activation", activation, ACTIVATIONS)

@@ -55,11 +55,7 @@ class ColumnSumExplanation:
 
 
 def explain_column_sum(
-    inputs: Sequence[Tensor],
-    *,
-    total: bool = False,
-    dtype: torch.dtype | None = None,
-    device: DeviceSpec | None = None,
+    inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None, device: DeviceSpec | None = None
 ) -> ColumnSumExplanation:
     """Explain how fusednorm.column_sum of these tensors runs, and why: print() the result.
 
