@@ -71,8 +71,8 @@ def _percent(values: list[float], digits: int = 0) -> tuple[str, str]:
     return tuple(f"{100 * value:.{digits}f}" for value in (min(values), max(values)))
 
 
-def _times(values: list[float], digits: int = 1) -> tuple[str, str]:
-    return tuple(f"{value:.{digits}f}" for value in (min(values), max(values)))
+def _times(values: list[float]) -> tuple[str, str]:
+    return tuple(f"{value:.1f}" for value in (min(values), max(values)))
 
 
 def _ratios(peer: str, digits: int = 2, **where) -> list[str]:

@@ -244,7 +244,7 @@ def info_for_backward(op: str, eps: float | None) -> NodeInfo | None:
 
 
 def outputs_of(name: str, arguments: tuple) -> Sequence[Tensor | None]:
-    """The outputs of an op inside a Function, for all of its arguments by position, those of lists one by one."""
+    """The outputs of an op inside a Function. Its arguments are given by position, those of lists one by one."""
     operands = operands_by_position(name, arguments)
     return _own_outputs(name, call_op(_overload(operands), operands))
 

@@ -1,8 +1,9 @@
 """choose(problem, rows, device, forced) -> Plan.
 
 The first of these answers: the user's table of this GPU (`tune`), the shipped table of this GPU or of one alike, the
-published rules of nvFuser (Blackwell), the model. `forced` is the variant that is asked for; it overrides all of them,
-never legality. The row count never changes a plan. It selects one: `choices` has all of a problem.
+published rules of nvFuser (Blackwell; on Hopper backwards without dx), the model. `forced` is the variant that is asked
+for; it overrides all of them, never legality. The row count never changes a plan. It selects one: `choices` has all of
+a problem.
 """
 
 from __future__ import annotations
