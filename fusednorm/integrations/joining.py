@@ -136,8 +136,10 @@ def _is_taken(found: Joined) -> bool:
     is_wide = h.dtype != torch.float64 and any(each.dtype == torch.float64 for each in tensors.values())
     if stream != {h.dtype} or is_wide or V.aot_compilation:
         return False
-    users, are_packed = found.users(), all(value_of(each).is_contiguous() for each in found.replaced)
-    if not users or max(found.inputs) > min(users) or not are_packed or _has_switch(min(found.replaced), found.place):
+    inputs, users = found.inputs, found.users()
+    is_first = users and found.replaced.keys().isdisjoint(inputs) and max(inputs) < min(users)
+    are_packed = all(value_of(each).is_contiguous() for each in found.replaced)
+    if not is_first or not are_packed or _has_switch(min(found.replaced), found.place):
         return False
     arguments = found.arguments(tensors)
     try:

@@ -344,7 +344,21 @@ def a_scale_of_h(x, residual, scale, shift, gate, weight):
     return y, h
 
 
-@pytest.mark.parametrize("model", [h_is_written_over, a_scale_of_h], ids=lambda each: each.__name__)
+def a_shift_of_h(x, residual, scale, shift, gate, weight):
+    h = residual + gate[:, None] * x
+    return layer(h, None) * (1 + scale[:, None]) + h[:, :1], h
+
+
+def h_as_shift(x, residual, scale, shift, gate, weight):
+    scale, gate = (each[:, None].expand_as(x) for each in (scale, gate))
+    h = residual + gate * x
+    return layer(h, None) * (1 + scale) + h, h
+
+
+OF_H = [h_is_written_over, a_scale_of_h, a_shift_of_h, h_as_shift]
+
+
+@pytest.mark.parametrize("model", OF_H, ids=lambda each: each.__name__)
 def test_what_cannot_wait_for_the_modulation_is_no_part_of_the_op(model):
     traced, given = trace(model, join="modulated"), operands()
     for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
