@@ -37,13 +37,13 @@ from .cases import (
     parse_shape,
     plain_cases,
 )
+from .collectives import COLLECTIVES
 from .ranks import joined_ranks, largest
 from .records import add_out_argument, case_fields, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import WARMUP_CALLS, Times, capture
 
 MODES = ("eager", "graph")
 HELD_SMS = (1, 8, 16, 32)
-COLLECTIVES = ("all_gather", "reduce_scatter")
 CALLS_BESIDE_A_COLLECTIVE = 4  # in a row, as the layers of a model
 JOINED_S = 0.0003  # seconds in which all ranks join a collective: they begin some 10 us apart, and it lasts some ms
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import collectives, tables
+from .cases import NORMS
 from .collectives import ratios, slowdowns
 from .tables import means
 from .zoo import page as zoo
 
 ROOT = Path(__file__).parents[1]
 NUMBER = r"-?\d+(?:\.\d+)?"
-BOTH = ("layer", "rms")
 
 TABLES: dict[str, Callable[[], str]] = {
     "models": zoo.front,
@@ -76,7 +76,7 @@ def _times(values: list[float]) -> tuple[str, str]:
 
 
 def _ratios(peer: str, digits: int = 2, **where) -> list[str]:
-    return [f"{means(norm, peer, **where).ratio:.{digits}f}" for norm in BOTH]
+    return [f"{means(norm, peer, **where).ratio:.{digits}f}" for norm in NORMS]
 
 
 # document -> (template, its numbers)
@@ -93,9 +93,9 @@ SENTENCES: dict[str, list[tuple[str, Callable[[], list | tuple]]]] = {
          lambda: _times(tables.op_host_ratios(False))),
         ("{} to {} times in C++", lambda: _times(tables.op_host_ratios(True))),
         ("{} to {} times as long as alone", lambda: _times(
-            [ratio for norm in BOTH for ratio in slowdowns(_wide(True, norm))])),
+            [ratio for norm in NORMS for ratio in slowdowns(_wide(True, norm))])),
         ("PyTorch's then takes {} to {} times as long as ours",
-         lambda: _times([ratio for norm in BOTH for ratio in ratios(_wide(True, norm), "aten")])),
+         lambda: _times([ratio for norm in NORMS for ratio in ratios(_wide(True, norm), "aten")])),
         ("cuDNN takes {} and {} times as long as our backwards of LayerNorm and RMSNorm, QuACK {} and {},"
          " torch.compile {} and {}, Liger {} and {}",
          lambda: [ratio for peer in ("cudnn", "quack", "inductor", "liger") for ratio in _ratios(peer)]),

@@ -35,6 +35,7 @@ import fusednorm
 from fusednorm.tools.console import print_table
 
 from .cases import make_parser
+from .forms import as_tuple
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import Times, time_calls, time_interleaved
 from .turns import ROOT, digest, let_installed_packages_precede, recorded, run_group
@@ -243,11 +244,7 @@ def make(name: str, device: str, tiny: bool = False) -> Made:
     shapes = case.shapes(case.tiny if tiny else case.sizes)
     inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
     leaves = [each.requires_grad_() for each in inputs[: len(inputs) - case.tables]]
-    return Made(lambda *given: _tuple(case.run(*given)), inputs, leaves)
-
-
-def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    return Made(lambda *given: as_tuple(case.run(*given)), inputs, leaves)
 
 
 def _gradient_of(output: Tensor) -> Tensor:
@@ -278,7 +275,7 @@ def measure(name: str, device: str, rounds: int, tiny: bool = False) -> list[dic
     if CASES[name].joined:
         backends["apart"] = partial(inductor.compile_graph, options={"join": ()})
     ways = {way: torch.compile(made.run, backend=backend, dynamic=False) for way, backend in backends.items()}
-    ways["forms"] = lambda *given: _tuple(CASES[name].form(*given))
+    ways["forms"] = lambda *given: as_tuple(CASES[name].form(*given))
     found, norms = {}, {}
     for way, run in ways.items():
         inductor.report(clear=True)

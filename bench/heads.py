@@ -41,14 +41,13 @@ from fusednorm.tools.console import print_table
 
 from . import ahead
 from .cases import DTYPES, dtype_name, make_parser
-from .forms import BLOCK, FACTOR, FLOOR, WAYS, all_of, calls_of, errors_of, stream
+from .forms import BLOCK, FACTOR, FLOOR, WAYS, Outputs, all_of, calls_of, errors_of, stream
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import time_interleaved
 
 EPS = 1e-6
 ROTARY = "none", "halves", "pairs", "quarter"  # the last: halves of the first quarter of the columns
 NAMES = "ours", "norms", "inductor", "eager"
-Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import autograd, functional, reference
-from ..dtypes import FLOAT_DTYPES
+from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..forms import ACTIVATIONS, FormSpec
 from ..host.key import PLAIN_TYPES
 from ..host.torch_compat import parameter
@@ -34,7 +34,6 @@ from .trials import Magnitude, Trial, Unrecognized, trial, undisturbed, unexplai
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 PARAMETERS = ("weight", "bias")
-HALF_DTYPES = (torch.float16, torch.bfloat16)
 STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
 MODULES_OWN = frozenset(vars(nn.Module()))
 LOWER_STOCK_FUNCTIONS = {torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
@@ -113,7 +112,7 @@ class NormByHand(nn.Module):
         if not _takes(inputs, weight) or x.dim() not in formula.ranks:
             return super().forward(*args, **kwargs)
         before_narrow, before_wide = formula.rounds_x_hat  # Dynamo of torch 2.11 does not index by a bool
-        rounds = before_wide if weight is not None and weight.dtype not in HALF_DTYPES else before_narrow
+        rounds = before_wide if weight is not None and weight.dtype not in SIXTEEN_BITS else before_narrow
         eps, y_dtype = getattr(self, formula.eps_name), _output_dtype(formula.output, x, weight)
         op, arguments = formula.computes.op, formula.computes.arguments(inputs, weight, bias, eps, rounds, y_dtype)
         if self._fused_wait is not None:
@@ -148,7 +147,7 @@ def _takes(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
 def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
     if rule == "x" or weight is None or weight.dtype is x.dtype:
         return x.dtype
-    if rule == "weight" and weight.dtype in HALF_DTYPES:
+    if rule == "weight" and weight.dtype in SIXTEEN_BITS:
         return weight.dtype
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -233,7 +232,7 @@ def _by_trial(subject: Subject) -> Formula:
         output, rounds = _output_rule(subject), _roundings(subject, computes)
         own = tuple(name for name in PARAMETERS if hasattr(subject.module, name))
         formula = Formula(computes, output, subject.eps_name, subject.inputs, own, ranks, rounds)
-    if any(call.input.dtype in HALF_DTYPES for call in stock.calls):
+    if any(call.input.dtype in SIXTEEN_BITS for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
 

@@ -15,6 +15,7 @@ from torch.fx import Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..dtypes import SIXTEEN_BITS
 from ..namespace import TORCH_OPS
 from ..operands import FORWARD, Op
 from . import routing
@@ -22,7 +23,6 @@ from .routing import named_arguments
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
 def write_out(node: Node) -> None:

@@ -28,11 +28,11 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
-from ..dtypes import FLOAT_DTYPES
+from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, FORWARD, OPS, Op, Role
 from . import edits, forwards, gathering, packing, paying, routing
-from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_cast, is_shape, without_offset
+from .edits import CAST, arguments_of, call_before, call_op, dtype_of, is_cast, is_shape, without_offset
 from .routing import op_of
 
 aten, ours = torch.ops.aten, TORCH_OPS

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from ..dtypes import FLOAT_DTYPES
+from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..operands import FORWARD, OPS, Op, Role
 from . import edits, paying, routing
-from .edits import CAST, SIXTEEN_BITS, arguments_of, call_before, call_op, dtype_of, is_shape, without_offset
+from .edits import CAST, arguments_of, call_before, call_op, dtype_of, is_shape, without_offset
 
 aten = torch.ops.aten
 READ_ONCE = 1024  # columns: rows of so many Inductor keeps in registers

@@ -19,10 +19,10 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from ..dtypes import FLOAT_DTYPES
+from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..namespace import TORCH_OPS
 from . import routing
-from .edits import SIXTEEN_BITS, arguments_of
+from .edits import arguments_of
 from .paying import reached
 
 NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze",
