@@ -58,8 +58,9 @@ simulate: $(READY)  ## simulates a grid of problems and 10,000 random ones: hour
 mutants: $(READY)  ## lists the barriers, waits, arrivals and fences that can be removed without a failure
 	$(PYTHON) -m tests.simulator.mutants $(MUTANTS)
 
-fuzz: $(READY)  ## compares 20,000 random calls of the public functions, valid or not, with torch's own
+fuzz: $(READY)  ## compares 20,000 random calls of the public functions, valid or not, and 1000 compiled models with torch's own
 	PYTHONPATH=$(CURDIR) $(PYTHON) tests/face/public_face.py --cases 20000
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PYTHON) tests/integrations/random_graphs.py --cases 1000
 
 # A run continues where the last one was stopped. FUZZ="--minutes 8 --seed 1" changes it.
 fuzz-gpu: $(READY)  ## compares 100,000 random calls of every op with float64, on a GPU: an hour with 16 processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,17 +18,26 @@ from torch.fx import GraphModule, Node
 from fusednorm.integrations import folding, rewriting, routing
 
 
-@pytest.fixture
-def cpu_as_cuda(monkeypatch):
+@contextlib.contextmanager
+def as_cuda():
     """Routes CPU tensors, and gives them the fused RMSNorm that ATen has for CUDA tensors."""
-    monkeypatch.setattr(routing, "DEVICE_TYPES", ("cpu",))
+    before, routing.DEVICE_TYPES = routing.DEVICE_TYPES, ("cpu",)
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda *args: torch.ops.fusednorm.rms_norm_fwd(*args), "CPU")
     library.impl("_fused_rms_norm_backward", lambda *args: torch.ops.fusednorm.rms_norm_bwd(*args), "CPU")
     torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op does not find the new kernel
-    yield
-    library._destroy()
-    torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel
+    try:
+        yield
+    finally:
+        routing.DEVICE_TYPES = before
+        library._destroy()
+        torch.ops.aten._fused_rms_norm.default._dispatch_cache.clear()  # else the op still finds the removed kernel
+
+
+@pytest.fixture
+def cpu_as_cuda():
+    with as_cuda():
+        yield
 
 
 @dataclass
