@@ -29,8 +29,8 @@ SUITES = {  # tests/ROOM/test_NAME.py as ROOM/NAME, and folders as FOLDER/
     "integrations/drop_in integrations/eager integrations/export integrations/models",
     "compile": "kernels/compile integrations/folding integrations/inductor integrations/paying",
     "dynamo": "integrations/forwards integrations/gated_classes integrations/gates_in_graphs integrations/hf_models "
-    "integrations/joins integrations/modulations integrations/packing integrations/recognition integrations/rotating "
-    "integrations/rotations integrations/written",
+    "integrations/joins integrations/modulations integrations/packing integrations/random_graphs "
+    "integrations/recognition integrations/rotating integrations/rotations integrations/written",
     "sharding": "face/distributed",
     "interpreter": "columns/column_sum host/fallback kernels/interpreter kernels/multiwave kernels/partial_sums "
     "kernels/row_moments tools/demo",
