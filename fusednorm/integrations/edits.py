@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
@@ -30,14 +29,17 @@ def write_out(node: Node) -> None:
     nodes: list[Node] = []
     map_arg((node.args, node.kwargs), lambda each: nodes.append(each) or each)
     function = routing.written_out(node.target)
-    as_traced = _packed_as if routing.op_of(node).direction == FORWARD else lambda got, _: got
+    is_forward = routing.op_of(node).direction == FORWARD
+    # Asked here: of a node's sizes the tracer below knows only those that its inputs have, too.
+    are_packed = [is_forward and each is not None and each.is_contiguous() for each in node.meta["val"]]
 
     def written(*values):
         given = dict(zip(nodes, values, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         outputs = function(*named_arguments(node.target, args, kwargs).values())
         wanted = zip(outputs, node.meta["val"], strict=True)
-        return tuple(None if like is None else as_traced(got.to(like.dtype), like) for got, like in wanted)
+        made = [None if like is None else got.to(like.dtype) for got, like in wanted]
+        return tuple(each.contiguous() if is_packed else each for each, is_packed in zip(made, are_packed, strict=True))
 
     nodes = list(dict.fromkeys(nodes))
     values = [each.meta["val"] for each in nodes]
@@ -55,11 +57,6 @@ def write_out(node: Node) -> None:
             getitem.replace_all_uses_with(results[getitem.args[1]])
         graph.erase_node(getitem)
     graph.erase_node(node)
-
-
-def _packed_as(got: Tensor, like: Tensor) -> Tensor:
-    """In the order of dims that the graph behind a forward was traced with."""
-    return got.contiguous() if like.is_contiguous() else got
 
 
 def without_offset(weight: Any) -> tuple[Any, float]:

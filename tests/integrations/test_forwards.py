@@ -166,6 +166,17 @@ def test_one_graph_serves_any_number_of_rows():
     assert ops_of(traced) == ["rms_norm_fwd_of_sum"]
 
 
+def test_the_columns_of_what_x_is_made_of_may_vary():
+    def model(x, residual, weight, of_linear):
+        y = F.rms_norm(F.silu(x.chunk(2, -1)[0]) * residual, (C,), weight, EPS)
+        h = F.linear(y, of_linear).unflatten(-1, (3, C)).split([1, 1, 1], dim=2)[0]
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS),)
+
+    weight, of_linear = (torch.randn(shape, requires_grad=True) for shape in ((C,), (3 * C, C)))
+    given = [torch.randn(2, 1, 2 * C), torch.randn(2, 1, C), weight, of_linear]
+    trace(model, dynamic=True)(*given)
+
+
 def gated(x, residual, weight, of_linear):
     return (rms(x, weight) * F.silu(residual),)
 
