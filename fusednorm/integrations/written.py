@@ -189,8 +189,8 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
-def only_user(node: Node | None) -> Node | None:
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+def only_user(node: Any) -> Node | None:
+    return next(iter(node.users)) if isinstance(node, Node) and len(node.users) == 1 else None
 
 
 def is_cast_to(node: Any, like: Tensor) -> bool:

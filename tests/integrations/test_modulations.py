@@ -191,6 +191,16 @@ def test_a_sum_may_be_of_use_to_the_norm_alone(written):
     assert_is_one_op(traced, layer, "of_gated_sum")
 
 
+def test_a_number_may_be_added_before_the_norm():
+    def model(x, residual, scale, shift, gate, weight):
+        return [dit(x + 1, scale, shift, functools.partial(layer, weight=None))]
+
+    traced, given = trace(model, join="modulated"), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_is_one_op(traced, layer, "")
+
+
 def test_modulations_may_be_of_tokens_and_of_all_samples():
     def model(x, residual, scale, shift, gate, weight):
         h = residual + x * gate
