@@ -11,7 +11,7 @@ from torch import Tensor
 from fusednorm.integrations.rewriting import JOINS
 
 DTYPES = {"FP64": torch.float64, "FP32": torch.float32, "BF16": torch.bfloat16}
-Sizes = dict[str, int]  # B, S and C: samples, their rows, columns; D: columns of a head, of which there are H
+Sizes = dict[str, int]  # B samples of S rows of C columns, and H heads of D columns
 
 
 @dataclass(frozen=True)
