@@ -361,6 +361,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     parser.add_argument("--seconds", type=float, default=480, help="of everything (default: 480)")
+    parser.add_argument("--jobs", type=int, default=1, help="models that compile at once (default: 1)")
     text = "of compiling a model, at most (default: 240)"
     parser.add_argument("--compile-seconds", type=float, default=240, help=text)
     parser.add_argument("--again", action="store_true", help="measure what was measured, too")
@@ -377,40 +378,49 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine() | {"source": digest("bench/graphs.py", "bench/zoo/*.py")}
     path, rows, bad = results_path(options.out, machine, "graphs"), [], 0
     done = set() if options.again else {each["case"] for each in recorded(path, machine) if "median_us" in each}
-    for name in options.only:
-        if name in done or monotonic() > end:
-            print(f"{name}: {'its records exist' if name in done else 'left for another run, the time is over'}")
+    for name in done.intersection(options.only):
+        print(f"{name}: its records exist")
+    for names in groups_of([name for name in options.only if name not in done], options.jobs):
+        if monotonic() > end:
+            print(f"{', '.join(names)}: left for another run, the time is over")
             continue
-        records = records_of(name, machine, path, options, end)
-        for each in records:
+        for each in records_of(names, machine, path, options, end):
             bad += each.get("is_worse", False) or each.get("failed", False)
             times = [f"{each[field]:.{digits}f}" for field, digits in SHOWN if field in each]
-            rows.append([name, each.get("way", ""), *(times or ["", ""])])
+            rows.append([each["case"], each.get("way", ""), *(times or ["", ""])])
             print(*rows[-1], each.get("error"), *each.get("norms", ()), sep="\n  ", flush=True)
         torch.cuda.empty_cache()
     print_table("Forward and backward", ["case", "way", "us", "over stock"], rows)
     return int(bad > 0)
 
 
-def records_of(name: str, machine: dict, path: Path, options: argparse.Namespace, end: float) -> list[dict]:
-    """What was saved."""
-    if name in MODELS:
+def groups_of(names: list[str], jobs: int) -> list[list[str]]:
+    """The models that compile at once; then the cases, one by one."""
+    models = [name for name in names if name in MODELS]
+    groups = [models[first : first + jobs] for first in range(0, len(models), jobs)]
+    return groups + [[name] for name in names if name not in MODELS]
+
+
+def records_of(names: list[str], machine: dict, path: Path, options: argparse.Namespace, end: float) -> list[dict]:
+    """What was saved of a group."""
+    if names[0] in MODELS:
         seconds = max(1.0, end - monotonic())
         limits = min(options.compile_seconds, seconds), seconds
-        task = Task(name, tuple(WAYS), path, machine["source"], *limits, options.rounds, steps=1)
+        tasks = [Task(name, tuple(WAYS), path, machine["source"], *limits, options.rounds, steps=1) for name in names]
         before = len(path.read_text().splitlines()) if path.exists() else 0
-        (failure,) = run_group([(measure_model, task)], end + LEAST)
+        failures = run_group([(measure_model, task) for task in tasks], end + LEAST)
         lines = path.read_text().splitlines()[before:] if path.exists() else []
-        if not failure:
-            return [json.loads(line) for line in lines]
-        records = [machine | {"case": name, "error": failure, "failed": True}]
+        kept = [json.loads(line) for line in lines]
+        lost = zip(names, failures, strict=True)
+        records = [machine | {"case": name, "error": failure, "failed": True} for name, failure in lost if failure]
     else:
+        (name,), kept = names, []
         try:
             records = [machine | each for each in measure(name, "cuda", options.rounds)]
         except Exception as error:  # of one case: the others go on
             records = [machine | {"case": name, "error": reason(error), "failed": True}]
     save(records, path)
-    return records
+    return kept + records
 
 
 if __name__ == "__main__":

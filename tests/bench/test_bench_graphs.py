@@ -65,9 +65,9 @@ def test_a_run_goes_on_with_what_has_no_times(tmp_path, monkeypatch, capsys):
     save([*records, done | {"case": "wan", "median_us": 1.0, "source": "before"}], path)
     asked = []
 
-    def measured(name, *_):
-        asked.append(name)
-        return [{"case": name, "error": "none", "failed": True}] if name == "wan" else []
+    def measured(names, *_):
+        asked.append(names)
+        return [{"case": name, "error": "none", "failed": True} for name in names if name == "wan"]
 
     monkeypatch.setattr(graphs, "records_of", measured)
     monkeypatch.setattr(graphs, "lacks_gpu", lambda tool: False)
@@ -75,10 +75,11 @@ def test_a_run_goes_on_with_what_has_no_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(graphs, "digest", lambda *patterns: "now")
     monkeypatch.setattr(graphs, "let_installed_packages_precede", lambda: None)
     command = ["--only", "llama", "vit", "wan", "--out", str(tmp_path)]
-    assert graphs.main(command) == 1 and asked == ["vit", "wan"]
+    assert graphs.main(command) == 1 and asked == [["vit"], ["wan"]]
     assert "llama: its records exist" in capsys.readouterr().out
-    assert graphs.main([*command, "--seconds", "-1"]) == 0 and asked == ["vit", "wan"]
+    assert graphs.main([*command, "--seconds", "-1"]) == 0 and len(asked) == 2
     assert "vit: left for another run" in capsys.readouterr().out
+    assert graphs.main([*command, "--jobs", "3"]) == 1 and asked[2:] == [["vit", "wan"]]
 
 
 def test_the_table_has_the_newest_times_of_each_case(monkeypatch):
