@@ -30,13 +30,14 @@ from tqdm import trange
 from examples.language_models import OURS, STOCK, LanguageModel, Norms, Size, batches, help_text, next_byte_loss
 from examples.training import CPU_SIZE
 
-GPU_SIZE = Size(width=384, blocks=6, heads=6, length=256, batch=16)
+GPU_SIZE = Size(width=384, blocks=6, heads=6, length=256, batch=4)
 NORMS = {"stock": STOCK, "ours": OURS}
 KINDS = ("changing rows", "graph")  # the longer runs have the time that is left
 SEEDS = 3
 WARM_UP = 0.2  # part of a run that fills caches: memory is compared from there on
 MEANS = 20  # parts of the curves whose mean losses are compared
 LEAST_STEPS = 200  # a shorter run says nothing of memory
+LOOK = 10  # steps from one look at the memory to the next, which takes as long as a small step
 HOST_GROWTH = 64  # MiB that a process may grow by after warming up
 EAGER = 0.05  # eager steps for each replayed one: they take longer
 
@@ -44,8 +45,8 @@ EAGER = 0.05  # eager steps for each replayed one: they take longer
 @dataclass
 class Run:
     losses: list[float] = field(default_factory=list)
-    device_bytes: list[int] = field(default_factory=list)  # asked for, and not given back, after each step
-    host_mib: list[float] = field(default_factory=list)  # the process's peak
+    device_bytes: list[int] = field(default_factory=list)  # asked for, and not given back, at the last look
+    host_mib: list[float] = field(default_factory=list)  # the process's peak, at the last look
 
 
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -97,7 +98,7 @@ def train(norms: Norms, kind: str, seed: int, size: Size, steps: int, seconds: f
 
     replay = capture(step) if on_gpu and kind == "graph" else step
     begun = time.monotonic()
-    for _ in trange(steps, desc=f"{kind}, seed {seed}", leave=False):
+    for index in trange(steps, desc=f"{kind}, seed {seed}", leave=False):
         fresh = next(feed)
         if kind == "graph":
             tokens.copy_(fresh[0])
@@ -105,9 +106,12 @@ def train(norms: Norms, kind: str, seed: int, size: Size, steps: int, seconds: f
         else:
             tokens, targets = (each.to(device) for each in fresh)
         run.losses.append(replay().item())
-        # What is allocated is more: blocks are not always split.
-        run.device_bytes.append(torch.cuda.memory_stats()["requested_bytes.all.current"] if on_gpu else 0)
-        run.host_mib.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        if index % LOOK == 0:
+            # What is allocated is more: blocks are not always split.
+            live = torch.cuda.memory_stats()["requested_bytes.all.current"] if on_gpu else 0
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        run.device_bytes.append(live)
+        run.host_mib.append(peak)
         if time.monotonic() - begun > seconds:
             break
     return run
