@@ -1,6 +1,8 @@
 """Makes a GPU's table of cells that were measured: lines of `python -m fusednorm tune`, bench.survey or bench.choices.
 
     python -m bench.make_table bench/results/nvidia-h200/families.jsonl --out fusednorm/planner/data/nvidia-h200.jsonl
+
+With --add the table keeps its coefficients, its date, and the lines of widths that no cell has.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusednorm.host import gpus
+from fusednorm.planner import table
 from fusednorm.tools.explanation import DTYPES
-from fusednorm.tools.tune import Cell, write_table
+from fusednorm.tools.tune import Cell, widths_of, write, write_table
 
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
@@ -27,15 +30,30 @@ def cell_of(record: dict) -> Cell:
     return Cell.of(record)
 
 
+def add(cells: list[Cell], gpu: str, path: Path) -> None:
+    known = table.read(path)
+    if isinstance(known, str):
+        raise SystemExit(f"make_table: {known}")
+    head = {name: value for name, value in vars(known).items() if name not in ("coefficients", "lines", "skipped")}
+    widths = widths_of(cells, gpus.named(gpu), known.coefficients)
+    for key, lines in known.lines.items():
+        widths[key] = dict(map(json.loads, lines.values())) | widths.get(key, {})
+    write(path, head | {"coefficients": known.coefficients._asdict()}, widths)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--out", type=Path, required=True, help="the table's file")
+    parser.add_argument("--add", action="store_true", help="change the lines of these cells' widths alone")
     options = parser.parse_args(arguments)
     records = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
     records.sort(key=lambda record: record["date"])
-    device = replace(gpus.named(records[0]["gpu"]), name=records[0]["gpu"])
-    write_table([cell_of(each) for each in records], device, options.out, records[-1])
+    cells, gpu = [cell_of(each) for each in records], records[0]["gpu"]
+    if options.add:
+        add(cells, gpu, options.out)
+    else:
+        write_table(cells, replace(gpus.named(gpu), name=gpu), options.out, records[-1])
     return 0
 
 

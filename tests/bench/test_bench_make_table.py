@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 
 from bench import make_table
+from fusednorm.planner import table
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import text_of
 from fusednorm.tools import tune
@@ -29,3 +31,18 @@ def test_lines_of_a_file_make_a_table_and_the_newest_says_by_which_triton(tmp_pa
     head, _, widths = map(json.loads, (tmp_path / "table").read_text().splitlines())
     assert (head["gpu"], head["date"], head["triton"]) == ("H200", "2026-01-02", "3.6.0")
     assert widths == [4096, [[None, FIRST]]]
+
+
+def test_added_cells_change_the_lines_of_their_widths_alone(tmp_path):
+    path, key = tmp_path / "table", table.Key.of(TASK.wanted.problem)
+    head = {"gpu": "H200", "arch": 90, "triton": "3.6.0", "date": "2026-01-01"}
+    coefficients = table.shipped()[0].coefficients._asdict()
+    ranges = {cols: ((math.inf, SECOND),) for cols in (4096, 5120)}
+    tune.write(path, head | {"coefficients": coefficients}, {key: ranges})
+    cells = [tune.Cell(TASK, rows, {FIRST: 5.0, SECOND: 9.0}, SECOND) for rows in (1024, 4096)]
+    lines = [json.dumps({"gpu": "H200", "date": "2026-02-01"} | each.record()) + "\n" for each in cells]
+    (tmp_path / "cells").write_text("".join(lines))
+    before = path.read_text().splitlines()
+    assert make_table.main([str(tmp_path / "cells"), "--add", "--out", str(path)]) == 0
+    changed = [*before[:2], before[2].replace(SECOND, FIRST), before[3]]
+    assert path.read_text().splitlines() == changed
