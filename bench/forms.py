@@ -51,6 +51,7 @@ FORM_NAMES = [suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS]
 SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
+PIECE = 2**28  # most elements of x that are computed in float64 at once
 FACTOR = 1.5  # of the error of the form written out
 NAMES = ("ours", "plain", "inductor", "eager", "liger", "quack", "fla")
 Outputs = tuple[Tensor, ...]
@@ -66,7 +67,7 @@ class FormCase:
     dtype: torch.dtype
     residual_dtype: torch.dtype
     weight_offset: float
-    samples: int = 1  # that share a row of each modulation
+    samples: int = 1  # whose rows share a row of each modulation; as many as rows: each row has its own
     modulation_dtype: torch.dtype = torch.bfloat16
     group_size: int | None = None  # of norms with a gate
     packed: bool = False  # x, the gate and as many other columns are those of one projection
@@ -107,6 +108,11 @@ class FormCase:
     def modulations(self) -> list[str]:
         names = [slot.name for slot in self.slots if slot.role is Role.MODULATION]
         return ["gate"] if self.form == "modulated_plus_residual" else names
+
+    @property
+    def streamed(self) -> list[str]:
+        """The modulations that are as large as x."""
+        return self.modulations if self.samples == self.rows else []
 
     def inputs(self, device: str = "cuda") -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(0)
@@ -227,13 +233,15 @@ def stream(reads, writes, elements, block: tl.constexpr):
 def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[str, Callable[[], object]]:
     """For each direction, stream kernels with its large reads and writes. A residual behind a norm is no operand of a
     backward: its gradient is dy. dx is written in each dtype of x and a residual before it, once if a modulation
-    follows, and that of a gated branch apart. The gradient of a projection's other columns is copied."""
+    follows, and that of a gated branch apart. The gradient of a projection's other columns is copied. A modulation that
+    each row has, and its gradient, are large; a backward does not read a shift."""
     if case.packed:
         x, *others, rest = (each.contiguous() for each in given["projection"].detach().chunk(3, -1))
         outputs = outputs[:1]
     else:
         (x, *others), rest = [given[name].detach() for name in case.rows_in], None
-    rows, gates = [x, *others], others if "gate" in case.rows_in else []
+    streamed = {name: given[name].detach() for name in case.streamed}
+    rows, gates = [x, *others, *streamed.values()], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
     of_sum = case.form.startswith(("of_sum", "of_gated_sum"))
     branch = [x] if "gated_sum" in case.form else gates
@@ -241,6 +249,8 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
     dtypes = {x.dtype, saved.dtype} if case.form == "of_sum" else {saved.dtype}
     written = [*(torch.empty_like(x, dtype=dtype) for dtype in dtypes), *map(torch.empty_like, branch)]
+    read += [each for name, each in streamed.items() if name != "shift"]
+    written += map(torch.empty_like, streamed.values())
     if rest is not None:
         read.append(rest)
         written.append(torch.empty_like(rest))
@@ -286,6 +296,21 @@ def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor]
     return (*(each.detach() for each in outputs), *found)
 
 
+def exact_of(case: FormCase, given: dict[str, Tensor], grads: Outputs) -> Outputs:
+    """Outputs and gradients in float64, of the rows in pieces. The gradients of what pieces share are added."""
+    x = next(iter(given.values()))
+    pieces, dim = -(-x.numel() // PIECE), 0 if case.streamed else x.dim() - 2
+    like = [*grads, *(each.detach() for each in given.values())]
+    has_rows = [each.dim() > 1 and each.shape[dim] == x.shape[dim] for each in like]
+    found = []
+    for at in range(pieces):
+        of_it = [t.tensor_split(pieces, dim)[at] if rows else t for t, rows in zip(like, has_rows, strict=True)]
+        wide = {name: t.double().requires_grad_() for name, t in zip(given, of_it[len(grads) :], strict=True)}
+        found.append(all_of(lambda each: written(case, each), wide, tuple(of_it[: len(grads)])))
+    joined = zip(zip(*found, strict=True), has_rows, strict=True)
+    return tuple(torch.cat(parts, dim) if rows else sum(parts) for parts, rows in joined)
+
+
 def compile_jobs(case: FormCase, names: Collection[str]) -> Iterator[tuple]:
     """What `ahead.in_turn` runs for a case: of each candidate whose kernels lie in a cache."""
     for name in candidates(case, [name for name in names if name not in ("eager", "quack")]):
@@ -303,13 +328,11 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
     """Records of the candidates; a candidate that fails has its reason and no time."""
     torch.compiler.reset()
     given = case.inputs()
-    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
     outputs = tuple(each.detach() for each in written(case, given))
     generator = torch.Generator("cuda").manual_seed(1)
     grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
-    exact = all_of(lambda each: written(case, each), wide, grads)
+    exact = exact_of(case, given, grads)
     least = errors_of(all_of(lambda each: written(case, each), given, grads), exact)
-    del wide
     timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in ways}
     failed, excess = {}, {}
     for name, call in candidates(case, names).items():
@@ -343,7 +366,8 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
         offset = options.weight_offset if form == "affine" else 0.0
         case = FormCase(norm, form, *shape.sizes, dtype, residual, offset)
         of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
-        of_samples = itertools.product(options.samples, dtypes) if case.modulations else [(1, dtype)]
+        samples = [each or case.rows for each in options.samples]
+        of_samples = itertools.product(samples, dtypes) if case.modulations else [(1, dtype)]
         packed = options.packed and form in ("of_gated", "times_gate")
         for size, (samples, of_modulations) in itertools.product(of_groups, of_samples):
             yield replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations, packed=packed)
@@ -358,7 +382,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_norms_argument(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x, the parameters and gradients")
     parser.add_argument("--residual-dtype", choices=DTYPES, help="of residuals (default: that of x)")
-    text = "of modulated forms: the rows are theirs (default: 4)"
+    text = "of modulated forms: the rows are theirs; 0: as many as rows (default: 4)"
     parser.add_argument("--samples", type=int, nargs="+", default=[4], help=text)
     text = "of scale, shift and gate (default: that of x)"
     parser.add_argument("--modulation-dtype", nargs="+", choices=DTYPES, help=text)

@@ -24,13 +24,24 @@ def test_ours_is_what_is_written_out(norm, form):
     of = case(norm, form)
     given = of.inputs("cpu")
     grads = tuple(torch.randn(each.shape) for each in forms.written(of, given))
-    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
-    exact = forms.all_of(lambda each: forms.written(of, each), wide, grads)
+    exact = forms.exact_of(of, given, grads)
     ours, least = (
         forms.errors_of(forms.all_of(lambda each, run=run: run(of, each), given, grads), exact)
         for run in (forms.ours, forms.written)
     )
     assert all(error <= forms.FACTOR * max(most, 2**-10) for error, most in zip(ours, least, strict=True))
+
+
+@pytest.mark.parametrize("samples", [2, 6])
+@pytest.mark.parametrize("form", ["plus_residual", "of_gated_sum_modulated"])
+def test_float64_in_pieces_is_the_same(form, samples, monkeypatch):
+    of = replace(case("layer", form), samples=samples)
+    given = of.inputs("cpu")
+    grads = tuple(torch.randn(each.shape) for each in forms.written(of, given))
+    whole = forms.exact_of(of, given, grads)
+    monkeypatch.setattr(forms, "PIECE", 100)
+    assert all(each.dtype == torch.float64 for each in whole)
+    torch.testing.assert_close(forms.exact_of(of, given, grads), whole)
 
 
 @pytest.mark.parametrize("form", ["of_gated", "times_gate"])
@@ -70,9 +81,22 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1
 
 
+@pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated"])
+def test_a_modulation_of_each_row_is_large(form, monkeypatch):
+    of, moved = replace(case("rms", form, BF16), samples=6), []
+    given = of.inputs("cpu")
+    outputs = forms.ours(of, given)
+    torch.testing.assert_close(forms.written(of, given), outputs, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(forms, "stream", {(1,): lambda reads, writes, *_, **__: moved.append((reads, writes))})
+    forms.floors(of, given, outputs)["both"]()
+    counts = [(3, 1), (3, 3)] if form == "modulated" else [(5, 2), (6, 5)]
+    assert [(len(reads), len(writes)) for reads, writes in moved] == counts
+    assert all(each.numel() == 6 * 40 for of_it in moved for part in of_it for each in part)
+
+
 def test_options_are_combined_for_forms_that_have_them():
-    text = "--shapes 8x64 --norms rms --forms affine of_gated modulated --samples 2 4 --modulation-dtype bf16 fp32"
+    text = "--shapes 8x64 --norms rms --forms affine of_gated modulated --samples 2 0 --modulation-dtype bf16 fp32"
     cases = list(forms.make_cases(forms.parse([*text.split(), "--group-size", "16", "32"])))
     groups, modulations = cases[:3], [(each.samples, each.modulation_dtype) for each in cases[3:]]
     assert [(each.form, each.group_size) for each in groups] == [("affine", None), ("of_gated", 16), ("of_gated", 32)]
-    assert modulations == [(2, BF16), (2, FP32), (4, BF16), (4, FP32)]
+    assert modulations == [(2, BF16), (2, FP32), (8, BF16), (8, FP32)]
