@@ -73,8 +73,9 @@ def page() -> str:
         parts.append(f"## Norms of q and k, {gpu}\n\n{said}\n\n{neighbours.heads(gpu)}")
         parts += neighbours.sources("heads", gpu)
     said = "Forward and backward with all gradients, a CUDA graph with a cold L2; bf16."
-    parts.append(f"## Compiled by Inductor, H100\n\n{said}\n\n{neighbours.compiled('H100')}")
-    parts += neighbours.sources("graphs", "H100")
+    for gpu in GPUS:
+        parts.append(f"## Compiled by Inductor, {gpu}\n\n{said}\n\n{neighbours.compiled(gpu)}")
+        parts += neighbours.sources("graphs", gpu)
     said = "A CUDA graph with a cold L2 at its start, backward, bf16."
     parts.append(f"## Between other kernels, H100\n\n{said}\n\n{chains('H100')}")
     parts.append(source("chains", newest_day("chains", "H100"), "H100"))
