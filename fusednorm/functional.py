@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
-from . import autograd
+from . import autograd, lookup
 from .dtypes import FLOAT_DTYPES
 from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
@@ -287,14 +287,14 @@ def ada(
 
 
 def _rows_of(table: Tensor | None, index: Tensor, x: Tensor) -> Tensor | None:
-    """A table's row for each row of x. The gradient of F.embedding is deterministic: it sorts the index."""
+    """A table's row for each row of x."""
     if table is None:
         return table
     batch = x.shape[: x.dim() - table.dim() + 1]
     if index.shape != batch or index.dtype not in (torch.int32, torch.int64):
         got = f"{index.dtype} of shape {tuple(index.shape)}"
         raise RuntimeError(f"ada_norm: index must have int32 or int64 of x's batch shape {tuple(batch)}, got {got}")
-    return F.embedding(index, table.flatten(1)).reshape(*batch, *table.shape[1:])
+    return lookup.rows_of(table.flatten(1), index).reshape(*batch, *table.shape[1:])
 
 
 def behind(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from norm_forms import BF16, FP32, FP64
+from tracing import calls, trace
 
 import fusednorm
 
@@ -84,6 +87,28 @@ def test_rows_of_a_table_are_those_that_the_index_names(dtype):
     ours, theirs = (torch.autograd.grad(sum(each.sin().sum() for each in pair), table)[0] for pair in (got, want))
     torch.testing.assert_close(ours, theirs)
     assert not ours[2].any()
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_compiled_gradients_of_a_table_are_added_up_in_a_fixed_order(is_sorted):
+    """Inductor would make atomic additions of the gradient of torch's embedding."""
+    x, table = draw(2, 40, COLS, seed=1), draw(4, 3, COLS, seed=2).requires_grad_()
+    index = torch.arange(80).view(2, 40) % 3 + 1
+    index = index.flatten().sort().values.view(2, 40) if is_sorted else index
+    given = [*table.unbind(1), x, index]
+
+    def modulated(scale, shift, gate, x, index):
+        return fusednorm.ada_layer_norm(x, scale, shift, residual=x, gate=gate, index=index)
+
+    traced = trace(modulated, stock=True)
+    want, got = (
+        torch.autograd.grad(sum(each.float().sin().sum() for each in model(*given)), table)[0]
+        for model in (modulated, traced.model)
+    )
+    (backward,) = traced.backwards
+    assert len(calls(backward, "fusednorm.lookup_backward")) == 3
+    assert not [node for node in backward.graph.nodes if re.search("index_put|scatter|index_add", str(node.target))]
+    assert torch.equal(got, want) and not got[0].any()
 
 
 def test_modulations_of_any_batch_dims_are_those_of_broadcasting():

@@ -129,6 +129,29 @@ def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
     assert outputs[0] is not None
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("rows", [1000, 8192])  # ATen has another kernel for few rows
+def test_gradients_of_a_table_have_the_same_bits_in_every_run(rows, dtype, is_sorted, is_compiled):
+    x = torch.randn(2, rows, 1024, device="cuda", dtype=BF16)
+    table = torch.randn(7, 3, 1024, device="cuda", dtype=dtype).requires_grad_()
+    index = torch.randint(7, (2, rows), device="cuda")
+    index = index.flatten().sort().values.view_as(index) if is_sorted else index
+
+    def modulated(x, table, index):
+        scale, shift, gate = table.unbind(1)
+        y, h = fusednorm.ada_layer_norm(x, scale, shift, residual=x, gate=gate, index=index)
+        return y + h
+
+    model, dy = torch.compile(modulated) if is_compiled else modulated, torch.randn_like(x)
+    first, *others = (torch.autograd.grad(model(x, table, index), table, dy)[0] for _ in range(4))
+    assert all(torch.equal(each, first) for each in others)
+    wide = table.detach().double().requires_grad_()
+    exact = torch.autograd.grad(modulated(x.double(), wide, index), wide, dy.double())[0]
+    torch.testing.assert_close(first.double(), exact, rtol=torch.finfo(dtype).eps, atol=exact.abs().max().item() * 2e-2)
+
+
 @pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
 def test_steps_are_rounded_where_flux_and_sd3_round_them(modulation):
     x, residual = (torch.randn(2, 1024, 3072, device="cuda", dtype=BF16) for _ in range(2))

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
     "packed": {"autograd", "forms", "functional", "host", "namespace", "operands", "problem"},
-    "functional": {"autograd", "dtypes", "forms", "host", "operands", "problem"},
+    "functional": {"autograd", "dtypes", "forms", "host", "lookup", "operands", "problem"},
+    "lookup": {"host", "namespace", "ops"},
     "autograd": {
         *("dtypes", "forms", "host", "namespace", "operands", "ops", "problem", "reference", "settings", "sharding"),
     },
