@@ -14,7 +14,7 @@ from worlds import Log, World, combinations_in, ops_run
 
 import fusednorm
 from fusednorm import sharding
-from fusednorm.operands import FORM_OPS, Role
+from fusednorm.operands import BACKWARDS_OF_FORMS, FORM_OPS, Role
 from fusednorm.operands import OPS as TABLE
 
 OPS, ATEN = torch.ops.fusednorm, torch.ops.aten
@@ -45,14 +45,17 @@ class Norms:
         self.dist_w, self.dist_b = (distribute_tensor(t, mesh, [Replicate()] * mesh.ndim) for t in (self.w, self.b))
 
     def rows(self, got, want) -> None:
-        self.same(got, want)
-        if self.dx_placements:
-            assert got is None or list(got.placements) == list(self.placements), got.placements
+        self.gradient(got, want, self.placements)
 
     def sums(self, got, want) -> None:
+        self.gradient(got, want, [Replicate()] * self.mesh.ndim)
+
+    def gradient(self, got, want, placements) -> None:
+        """Of an operand with these placements: sharded as it is, or a partial sum where only x is sharded."""
         self.same(got, want)
         if self.dx_placements and got is not None:
-            expected = [Partial("sum") if isinstance(p, Shard) else p for p in self.placements]
+            pairs = zip(self.placements, placements, strict=True)
+            expected = [Partial("sum") if isinstance(of_x, Shard) and of_x != own else of_x for of_x, own in pairs]
             assert list(got.placements) == expected, (got.placements, expected)
 
     def same(self, got, want) -> None:
@@ -84,7 +87,7 @@ class Norms:
             )
             for ours, theirs in zip(got, want, strict=True):
                 self.rows(ours, theirs)
-        self.check_modulated(rms[1], plain_rms[1])
+        self.check_backwards_of_forms({"mean": (layer[1], plain_layer[1]), "rstd": (layer[2], plain_layer[2])})
         ours = self.dist_dy, self.dist_x, shape
         theirs = self.dy, self.x, shape
         for mask in masks:
@@ -110,31 +113,27 @@ class Norms:
         made = {}
         for seed, (name, dims) in enumerate({"scale": 1, "shift": 2, "gate": 0}.items(), 6):
             plain = draw(self.world, *self.x.shape[:dims], COLS, seed=seed)
-            own = [p if isinstance(p, Shard) and p.dim < dims else Replicate() for p in self.placements]
+            is_own = [isinstance(p, Shard) and p.dim < dims and self.x.shape[p.dim] > 1 for p in self.placements]
+            own = [p if sharded else Replicate() for p, sharded in zip(self.placements, is_own, strict=True)]
             made[name] = distribute_tensor(plain, self.mesh, own), plain
         return made
 
-    def check_modulated(self, dist_rstd: DTensor, rstd: Tensor) -> None:
-        """The backward: a modulation's gradient is sharded as it is, or a partial sum."""
-        modulations = self.modulations()
-        got, want = (
-            OPS.rms_norm_bwd_modulated(
-                (self.dist_dy, self.dy)[at], (self.dist_x, self.x)[at], (COLS,), (dist_rstd, rstd)[at],
-                weight=(self.dist_w, self.w)[at], branch=(self.dist_residual, self.residual)[at],
-                **{name: each[at] for name, each in modulations.items()},
+    def check_backwards_of_forms(self, statistics: dict[str, tuple[DTensor, Tensor]]) -> None:
+        rows = self.dist_residual, self.residual
+        given = statistics | self.modulations() | {
+            "grad_out": (self.dist_dy, self.dy), "x": (self.dist_x, self.x), "weight": (self.dist_w, self.w),
+            "bias": (self.dist_b, self.b), **dict.fromkeys(("residual_grad", "branch", "rest"), rows),
+        }  # fmt: skip
+        places = {"normalized_shape": (COLS,), "width": 3 * COLS, "x_at": COLS, "gate_at": 0}
+        for op in BACKWARDS_OF_FORMS:
+            pairs = given | ({"gate": rows} if op.slot("gate") and op.slot("gate").role is Role.ROWS else {})
+            fixed = {name: value for name, value in places.items() if op.slot(name)}
+            got, want = (
+                getattr(OPS, op.name)(**fixed, **{name: pair[at] for name, pair in pairs.items() if op.slot(name)})
+                for at in (0, 1)
             )
-            for at in (0, 1)
-        )  # fmt: skip
-        _, _, _, dscale, dshift, dbranch, dgate = got
-        for ours, theirs in zip(got, want, strict=True):
-            self.same(ours, theirs)
-        if self.dx_placements and 1 not in self.x.shape:  # a dim of 1 is shared
-            sharded = [isinstance(each, Shard) for each in self.placements]
-            assert [isinstance(each, Shard) for each in dshift.placements] == sharded
-            assert [isinstance(each, Partial) for each in dgate.placements] == sharded
-            dims = [isinstance(each, Shard) and each.dim == 0 for each in self.placements]
-            assert [isinstance(each, Shard) for each in dscale.placements] == dims
-            assert list(dbranch.placements) == list(self.placements)
+            for output, ours, theirs in zip(op.outputs, got, want, strict=True):
+                self.gradient(ours, theirs, pairs[output.like][0].placements)
 
     def gradients(self, got, want) -> None:
         self.rows(got[0], want[0])
