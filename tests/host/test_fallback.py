@@ -107,6 +107,7 @@ class Kernel:
 
     def __init__(self, triton: FakeTriton, interpreted):
         self.triton, self.interpreted, self.__name__ = triton, interpreted, interpreted.__name__
+        self.arg_names = interpreted.arg_names
         self.is_ring = isinstance(interpreted, GluonJITFunction)  # Gluon, which the interpreter cannot run
 
     def warmup(self, *args, grid, **keywords):
@@ -232,6 +233,46 @@ def test_a_ring_that_fails_gives_way_to_multi_wave(norm, stage, triton, on_h200)
     findings = check_fallbacks()
     assert [finding.status for finding in findings] == ["note"]
     assert "cannot run as pipelined on H200" in findings[0].text
+
+
+FORMS = {  # functions of x, the form's other rows and the weight: ours and written out
+    "residual": ("of_sum", fusednorm.add_rms_norm, lambda x, r, w: (F.rms_norm(x + r, w.shape, w), x + r)),
+    "gate": ("times_gate", fusednorm.rms_norm_gated, lambda x, z, w: (F.rms_norm(x, w.shape, w) * F.silu(z),)),
+}
+
+
+@pytest.mark.parametrize("of_rings_alone, variant", [(True, "multi_wave"), (False, "reference")])
+@pytest.mark.parametrize("other", FORMS)
+def test_a_form_falls_back_as_a_plain_norm_does_and_explain_says_so(other, of_rings_alone, variant, triton, on_h200):
+    form, ours, written = FORMS[other]
+    rows = {"x": torch.randn(16, 512), other: torch.randn(16, 512)}
+    given = [each.requires_grad_() for each in (*rows.values(), torch.randn(512))]
+
+    def step(run):
+        outputs = run(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return *outputs, *torch.autograd.grad(sum(each.square().sum() for each in outputs), given)
+
+    def explanations():
+        more = {"norm": "rms", "form": form, other: rows[other]}
+        return [
+            fusednorm.explain(rows["x"], (512,), given[-1], **more, direction=each) for each in ("forward", "backward")
+        ]
+
+    chosen = [each.plan.variant for each in explanations()]
+    assert "pipelined" in chosen
+    triton.fails, triton.of_rings_alone = STAGES["assemble"], of_rings_alone
+    got, said = warned(lambda: step(ours))
+    assert_close(got, step(written), rtol=1e-4, atol=1e-4)
+    assert len(said) == 1 and "of 512 columns of float32 cannot run as" in said[0] and "PTXASError" in said[0]
+    for before, each in zip(chosen, explanations(), strict=True):
+        assert each.plan.variant == variant
+        told = f"{variant}: chosen: {before} has failed", "cannot run here: PTXASError"
+        assert before == variant or all(text in str(each) for text in told)
+    tried = len(triton.log)
+    again, said = warned(lambda: step(ours))
+    assert_close(again, got)
+    assert not said and triton.stages()[tried:].count(COMPILES) == 0
 
 
 def our_backward(norm, x, parameters):
