@@ -3,12 +3,12 @@
     python -m bench.heads --tokens 4096 16384 --heads 32+8 --dims 128 --rotary none halves --minutes 2
     python -m bench.heads --sweep --candidates ours
 
-Candidates: ours; "norms", a norm of ours for each of q and k, where nothing is rotated; the code of models, in eager
-mode and by torch.compile. The floor is a stream kernel for each direction with the same large reads and writes: of q
-and k, and of v's part of a packed gradient. Times with a rotation have the same floor: cos and sin are read beside it.
-Every candidate is compared with float64 first. One JSON line per candidate goes to heads.jsonl. --sweep also times
-other plans than the planner's. Processes compile the next cases meanwhile. Exit code 1 if a result is wrong, 2 without
-a CUDA GPU.
+Candidates: ours; "norms" and "cudnn", a norm of ours or a graph of cuDNN's for each of q and k, where nothing is
+rotated; the code of models, in eager mode and by torch.compile. The floor is a stream kernel for each direction with
+the same large reads and writes: of q and k, and of v's part of a packed gradient. Times with a rotation have the same
+floor: cos and sin are read beside it. Every candidate is compared with float64 first. One JSON line per candidate goes
+to heads.jsonl. --sweep also times other plans than the planner's. Processes compile the next cases meanwhile. Exit code
+1 if a result is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -40,14 +40,15 @@ from fusednorm.planner.plan import ReferencePlan
 from fusednorm.tools.console import print_table
 
 from . import ahead
-from .cases import DTYPES, dtype_name, make_parser
+from .cases import DTYPES, BenchCase, BenchInputs, dtype_name, make_parser
 from .forms import BLOCK, FACTOR, FLOOR, WAYS, Outputs, all_of, calls_of, errors_of, stream
+from .peers import cudnn
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import time_interleaved
 
 EPS = 1e-6
 ROTARY = "none", "halves", "pairs", "quarter"  # the last: halves of the first quarter of the columns
-NAMES = "ours", "norms", "inductor", "eager"
+NAMES = "ours", "norms", "cudnn", "inductor", "eager"
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,45 @@ def norms(case: HeadCase, given: dict[str, Tensor], _) -> Outputs:
     return *(norm(x, given[f"{of}_weight"], given.get(f"{of}_bias"), EPS) for of, x in zip("qk", both)), *rest  # noqa: B905
 
 
+class NormOfCudnn(torch.autograd.Function):
+    """Its graphs take tensors without gradient and copy rows that are not contiguous."""
+
+    @staticmethod
+    def forward(ctx, graphs, *tensors):
+        ctx.save_for_backward(*tensors)
+        forward, ctx.of_grad = graphs
+        made = forward(_for_cudnn(tensors))
+        ctx.ahead = replace(made, y=None)
+        return made.y
+
+    @staticmethod
+    def backward(ctx, dy):
+        made = ctx.of_grad(_for_cudnn(ctx.saved_tensors, dy), ctx.ahead)
+        return None, made.dx, made.dweight, made.dbias
+
+
+def _for_cudnn(tensors: Sequence[Tensor | None], dy: Tensor | None = None) -> BenchInputs:
+    x, weight, bias = (each if each is None else each.detach() for each in tensors)
+    return BenchInputs(x, x if dy is None else dy, weight, bias)
+
+
+def by_cudnn() -> Callable[..., Outputs]:
+    """Its graphs are built in the first call."""
+    built = {}
+
+    def run(case: HeadCase, given: dict[str, Tensor], _) -> Outputs:
+        both, rest = separate(case, given)
+        found = []
+        for of, x in zip("qk", both, strict=True):
+            tensors = x, given[f"{of}_weight"], given.get(f"{of}_bias")
+            if of not in built:
+                built[of] = cudnn.graphs(BenchCase(case.norm, tuple(x.shape), eps=EPS), _for_cudnn(tensors))
+            found.append(NormOfCudnn.apply(built[of], *tensors))
+        return *found, *rest
+
+    return run
+
+
 def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
     """As models write it."""
     both, rest = separate(case, given)
@@ -145,7 +185,7 @@ def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
 def candidates(case: HeadCase, names: list[str]) -> dict[str, Callable[..., Outputs]]:
     compiled = torch.compile(lambda given, tables: written(case, given, tables), fullgraph=True, dynamic=False)
     found = {"ours": ours, "inductor": lambda _, *given: compiled(*given), "eager": written}
-    found |= {} if case.rotary != "none" else {"norms": norms}
+    found |= {} if case.rotary != "none" else {"norms": norms, "cudnn": by_cudnn()}
     return {name: call for name, call in found.items() if name in names}
 
 

@@ -64,12 +64,18 @@ def _handle(device_index: int) -> int:
 
 
 def prepare(case: BenchCase, inputs: BenchInputs):
-    handle = _handle(inputs.x.device.index)
-    return _forward(case, inputs, handle), _backward(case, inputs, handle)
+    forward, backward = graphs(case, inputs)
+    return lambda: forward(inputs), lambda ahead: backward(inputs, ahead)
 
 
-def _forward(case: BenchCase, inputs: BenchInputs, handle: int):
-    x, weight, bias, rows, cols = inputs.x, inputs.weight, inputs.bias, case.rows, case.cols
+def graphs(case: BenchCase, like: BenchInputs):
+    """forward(inputs) and backward(inputs, ahead), for inputs of these dtypes."""
+    handle = _handle(like.x.device.index)
+    return _forward(case, like, handle), _backward(case, like, handle)
+
+
+def _forward(case: BenchCase, like: BenchInputs, handle: int):
+    x, weight, bias, rows, cols = like.x, like.weight, like.bias, case.rows, case.cols
     layer, graph = case.norm == "layer", Graph(handle)
     phase = graph.cudnn.norm_forward_phase.TRAINING
     eps_value = torch.full((1, 1, 1, 1), case.resolved_eps, dtype=torch.float32)
@@ -86,20 +92,21 @@ def _forward(case: BenchCase, inputs: BenchInputs, handle: int):
         outputs["mean"] = (mean_node, torch.float32)
     graph.build(x.device, **outputs)
 
-    def forward() -> Outputs:
+    def forward(inputs: BenchInputs) -> Outputs:
+        x = inputs.x
         y = torch.empty(case.shape, dtype=x.dtype, device=x.device)
         rstd = torch.empty(case.stats_shape, dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if layer else None
-        tensors = {x_node: x.reshape(rows, cols), scale: weight, eps: eps_value, y_node: y, rstd_node: rstd}
-        graph.run(tensors | ({shift: bias, mean_node: mean} if layer else {}))
+        tensors = {x_node: x.reshape(rows, cols), scale: inputs.weight, eps: eps_value, y_node: y, rstd_node: rstd}
+        graph.run(tensors | ({shift: inputs.bias, mean_node: mean} if layer else {}))
         return Outputs(y, mean, rstd)
 
     return forward
 
 
-def _backward(case: BenchCase, inputs: BenchInputs, handle: int):
+def _backward(case: BenchCase, like: BenchInputs, handle: int):
     """cuDNN has no output mask: it computes a frozen parameter's gradient, too."""
-    x, dy, weight, bias, rows, cols = inputs.x, inputs.grad_out, inputs.weight, inputs.bias, case.rows, case.cols
+    x, dy, weight, bias, rows, cols = like.x, like.grad_out, like.weight, like.bias, case.rows, case.cols
     layer, graph = case.norm == "layer", Graph(handle)
     dy_node, x_node = graph.tensor("dy", (rows, cols), dy.dtype), graph.tensor("x", (rows, cols), x.dtype)
     scale, rstd_node = graph.tensor("scale", (1, cols), weight.dtype), graph.tensor("rstd", (rows, 1), torch.float32)
@@ -114,10 +121,11 @@ def _backward(case: BenchCase, inputs: BenchInputs, handle: int):
         outputs["dbias"] = (db_node, bias.dtype)
     graph.build(x.device, **outputs)
 
-    def backward(ahead: Outputs) -> Outputs:
+    def backward(inputs: BenchInputs, ahead: Outputs) -> Outputs:
+        x, weight = inputs.x, inputs.weight
         dx, dw = torch.empty(case.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
-        db = torch.empty_like(bias) if layer else None
-        flat = {dy_node: dy.reshape(rows, cols), x_node: x.reshape(rows, cols)}
+        db = torch.empty_like(inputs.bias) if layer else None
+        flat = {dy_node: inputs.grad_out.reshape(rows, cols), x_node: x.reshape(rows, cols)}
         tensors = flat | {scale: weight, rstd_node: ahead.rstd, dx_node: dx, dw_node: dw}
         graph.run(tensors | ({mean_node: ahead.mean, db_node: db} if layer else {}))
         return Outputs(dx=dx, dweight=dw, dbias=db)

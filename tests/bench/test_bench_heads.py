@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bench import forms, heads
 from fusednorm.heads import plan
 from fusednorm.planner.device import H200
+from fusednorm.tools.oracle import stock
 
 BF16 = torch.bfloat16
 
@@ -15,7 +18,13 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("rotary", heads.ROTARY)
 @pytest.mark.parametrize("packed", [False, True])
-def test_ours_is_what_models_write(packed, rotary, norm):
+def test_ours_is_what_models_write(packed, rotary, norm, monkeypatch):
+    def stocks(case, like):
+        has_bias = None if like.bias is None else BF16
+        case = replace(case, x_dtype=BF16, weight_dtype=BF16, bias_dtype=has_bias)
+        return lambda given: stock(case, given), lambda given, _: stock(case, given)
+
+    monkeypatch.setattr(heads.cudnn, "graphs", stocks)
     torch.manual_seed(0)
     case = heads.HeadCase(6, 4, 2, 16, rotary, packed, norm, BF16)
     given = case.inputs("cpu")
@@ -23,10 +32,11 @@ def test_ours_is_what_models_write(packed, rotary, norm):
     wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
     grads = tuple(torch.randn(each.shape) for each in heads.written(case, given, tables))
     exact = forms.all_of(lambda each: heads.written(case, each, tables and [t.double() for t in tables]), wide, grads)
-    runs = [heads.ours, heads.written, *([heads.norms] if rotary == "none" else [])]
+    runs = [heads.ours, heads.written, *([heads.norms, heads.by_cudnn()] if rotary == "none" else [])]
     found = [forms.all_of(lambda each, run=run: run(case, each, tables), given, grads) for run in runs]
-    errors, least, *_ = [forms.errors_of(each, exact) for each in found]
-    assert all(error <= forms.FACTOR * max(most, 2**-9) for error, most in zip(errors, least, strict=True))
+    of_ours, least, *others = [forms.errors_of(each, exact) for each in found]
+    for errors in (of_ours, *others):
+        assert all(error <= forms.FACTOR * max(most, 2**-9) for error, most in zip(errors, least, strict=True))
 
 
 @pytest.mark.parametrize("rotary", heads.ROTARY)
