@@ -39,6 +39,7 @@ COMBINE = {  # the sum is an output: the next residual
 FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True, activates=True)}
 ACTIVATIONS = "silu", "sigmoid"  # of a gate
 MODULATE = "", "one_plus", "identity", "tanh"  # the factors that a scale may stand for; the first is no modulation
+MODULATIONS = "scale", "shift", "gate"  # their names, where a norm is modulated
 
 
 class FormSpec(NamedTuple):
@@ -74,8 +75,12 @@ class FormSpec(NamedTuple):
         return COMBINE[self.combine].rows_out + FINISH[self.finish].rows_out
 
     @property
+    def modulates(self) -> bool:
+        return bool(self.modulate)
+
+    @property
     def reads_u(self) -> bool:
-        return FINISH[self.finish].reads_u or bool(self.modulate)
+        return FINISH[self.finish].reads_u or self.modulates
 
     @property
     def activates(self) -> bool:
@@ -84,7 +89,7 @@ class FormSpec(NamedTuple):
     @property
     def late(self) -> tuple[str, ...]:
         """Names of the row tensors that a backward reads for gradients alone, and not for h or the gradient of u."""
-        return ("branch", "gate") if self.modulate else ()
+        return ("branch", "gate") if self.modulates else ()
 
 
 PLAIN = FormSpec()

@@ -90,7 +90,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     rows, warps, threads = _round_up(ring, 128), plan.warps_per_row, WARP_SIZE * plan.num_warps
     # The warps of a row exchange up to three float32 per row (moments whose means are in two parts:
     # passes.row_moments), in buffers that some releases size for all CTAs.
-    may_be_float32 = problem.x_dtype.itemsize == 4 or problem.form.combine
+    may_be_float32 = problem.x_dtype.itemsize == 4 or problem.form.rows_before
     merges = problem.is_forward and may_be_float32 and plan.is_whole(problem.cols)
     sums = 1 if problem.norm == "rms" else 3 if merges else 2
     exchanged = 4 * sums * plan.rows_per_tile * warps * plan.cluster if warps > 1 else 0
@@ -152,7 +152,7 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     held, kind = computed(plan, problem), ""
     known = held.quantities, vars(device) | of_plan(plan, problem.cols) | {"folds": held is not problem}
     if plan.kernel == "multi_wave":
-        kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and bool(problem.form.late))
+        kind = " short_lived" if plan.short_lived else " late" * (not problem.is_forward and problem.form.modulates)
     elif limits.value_of(limits.reads_once, *known):
         kind = " once"
     needed = limits.value_of(_bound(f"{plan.kernel} {problem.direction}{kind}"), *known)

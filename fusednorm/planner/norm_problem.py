@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..dtypes import accumulation_dtype, bytes_of, is_float32_sum
-from ..forms import PLAIN, FormSpec
+from ..forms import MODULATIONS, PLAIN, FormSpec
 
 ALIGNMENT = 16  # bytes: TMA demands it of addresses and strides, and Triton has separate builds for such pointers
 MOST_ROWS_OF_TILE = 64
@@ -36,7 +36,7 @@ class NormProblem:
     wants_db: bool = False
     nested_rows: bool = False  # the rows of some tensor lie at two nested strides, not at one
     tma_aligned: bool = True  # every row of every tensor that TMA would touch starts at a multiple of 16 bytes
-    form: FormSpec = PLAIN  # no rule names one, but a kernel may fail for one alone
+    form: FormSpec = PLAIN  # rules ask what it does, but a kernel may fail for one alone
     rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
     rows_out: tuple[torch.dtype, ...] = ()  # and that are written
     names_in: tuple[str, ...] = ()  # of rows_in
@@ -136,6 +136,7 @@ class NormProblem:
         own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
         x, grad, residual, weight, bias = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
+        by_row = [name for name in self.names_in if self.form.modulates and name in MODULATIONS]
         late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
         # A forward keeps the row that is normalized from its statistics to y, and what the form's last step reads.
         of_sum = self.rows_out[0] if self.rows_out and self.form.rounds_sum else self.acc_dtype
@@ -156,7 +157,8 @@ class NormProblem:
             rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
             moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,
             shared_rows=len(self.shared), shared_bytes=sum(map(bytes_of, self.shared)),
-            sums=self.num_sums, summed=len(self.summed) > 0,
+            sums=self.num_sums, summed=len(self.summed) > 0, modulates=self.form.modulates,
+            modulations_by_row=len(by_row),
         )  # fmt: skip
 
     @property

@@ -50,7 +50,7 @@ class Key(NamedTuple):
         piece = math.gcd(problem.cols * itemsizes[0], limits.long_piece) if problem.tma_aligned else 0
         held = problem.inside if problem.is_forward else problem
         of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
-        if not (of_parameters and problem.form.modulate):
+        if not (of_parameters and problem.form.modulates):
             of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
         return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
 
