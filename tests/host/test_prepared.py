@@ -24,6 +24,7 @@ from fusednorm.planner.device import H200
 from fusednorm.planner.plan import VARIANTS, grid_of
 from fusednorm.problem.calls import check_backward, check_forward
 from fusednorm.tools.oracle import make_inputs
+from fusednorm.tools.tune import ROWS_PER_SM
 
 STREAM, HEAD = 77, ("head",) * 9
 
@@ -263,7 +264,7 @@ def test_many_row_counts_are_launched_as_each_would_be_by_itself(norm, cols, mas
         programs.add(first(arguments))
         assert_launches_as_by_itself(arguments, launched, monkeypatch)
     problem = (check_forward if mask is None else check_backward)(arguments).problem
-    assert len(programs) <= len(choice.choices(problem, H200)) <= 7
+    assert len(programs) <= len(choice.choices(problem, H200)) <= len(ROWS_PER_SM)
     assert len(prepared.kind_of(key.look(arguments)[0]).by_shape) <= prepared.KEPT_SHAPES
 
 
