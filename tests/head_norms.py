@@ -32,6 +32,7 @@ class HeadCase:
     norm_first: bool = True
     half_table: bool = False  # cos and sin have an entry for each pair
     heads_first: bool = False
+    whole: bool = False  # a weight for all heads
     weight_offset: float = 0.0
     table_dims: str = "S"  # or "BS", or "BSH1": as they are passed
     packed: bool = False  # what is compiled takes q and k from one tensor with v, and copies v's gradient
@@ -50,7 +51,8 @@ class HeadCase:
             made[name] = make(self.batch, *middle, self.cols, dtype=self.dtype)
         if self.weights:
             names = "q_weight", "k_weight", *(("q_bias", "k_bias") if self.norm == "layer" else ())
-            made |= {name: make(self.cols, dtype=self.weight_dtype) for name in names}
+            counts = {"q": self.heads, "k": self.kv_heads} if self.whole else {"q": 1, "k": 1}
+            made |= {name: make(counts[name[0]] * self.cols, dtype=self.weight_dtype) for name in names}
         return {name: each.requires_grad_() for name, each in made.items()}
 
     def tables(self, device: str = "cpu") -> tuple[Tensor, Tensor] | None:
@@ -88,9 +90,17 @@ class HeadCase:
         return self.of(given, "q"), self.of(given, "k")
 
     def of(self, given: dict[str, Tensor], name: str) -> Tensor:
-        x = given[name]
+        x, steps = given[name], [lambda h: self.normalized(h, given, name), self.turned]
         h = x if x.dtype == FP64 else x.float()
-        h = h if self.norm_first else self.turned(h)
+        for step in steps if self.norm_first else steps[::-1]:
+            h = step(h)
+            h = h.to(x.dtype).to(h.dtype) if self.whole else h  # a norm of all heads rounds by itself
+        return h.to(x.dtype)
+
+    def normalized(self, h: Tensor, given: dict[str, Tensor], name: str) -> Tensor:
+        swapped = self.whole and self.heads_first
+        h = h.transpose(1, 2) if swapped else h
+        h = h.flatten(-2) if self.whole else h
         if self.norm == "layer":
             h = h - h.mean(-1, keepdim=True)
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)
@@ -98,7 +108,8 @@ class HeadCase:
             h = h * (self.weight_offset + given[f"{name}_weight"].to(h.dtype))
         if f"{name}_bias" in given:
             h = h + given[f"{name}_bias"].to(h.dtype)
-        return (self.turned(h) if self.norm_first else h).to(x.dtype)
+        h = h.unflatten(-1, (-1, self.cols)) if self.whole else h
+        return h.transpose(1, 2) if swapped else h
 
     def turned(self, h: Tensor) -> Tensor:
         tables = self.tables(str(h.device))
@@ -193,7 +204,8 @@ def assert_errs_no_more_than_plain_code(case: HeadCase, given: dict[str, Tensor]
         least = max(torch.finfo(ours.dtype).eps * 1e-2, accumulated) * float(right.detach().abs().amax())
         assert error(ours, right) <= 1.1 * error(theirs, right) + least
     for ours, right in zip((*got, *grads[0]), (*want, *grads[2]), strict=True):  # a single wrong row or column shows
-        bound = 4 * torch.finfo(ours.dtype).eps + 64 * accumulated
+        eps = max(torch.finfo(ours.dtype).eps, case.whole * torch.finfo(case.dtype).eps)
+        bound = 4 * eps + 64 * accumulated
         assert ((ours.double() - right).abs() <= bound * (1 + right.abs().amax())).all()
 
 
@@ -220,4 +232,9 @@ CASES = [
     HeadCase(cols=18, rotary=6, interleaved=True, half_table=True, norm_first=False, norm="layer", heads_first=True),
     HeadCase(cols=40, rotary=40, weights=False, norm_first=False, table_dims="BSH1", heads_first=True),
     HeadCase(cols=80, rotary=32, heads=3, kv_heads=1),
+]
+WHOLE = [  # what models have, and the other orders
+    HeadCase(rotary=16, whole=True),
+    HeadCase(rotary=8, whole=True, norm="layer", heads_first=True, weight_offset=1.0),
+    HeadCase(rotary=8, whole=True, norm_first=False, interleaved=True),
 ]

@@ -32,7 +32,7 @@ def kernels_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP32), (FP32, FP32), (FP64, FP64)], ids=str)
-@pytest.mark.parametrize("case", CASES + SIZES, ids=str)
+@pytest.mark.parametrize("case", CASES + SIZES + head_norms.WHOLE, ids=str)
 def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(case, dtypes):
     case = replace(case, dtype=dtypes[0], weight_dtype=dtypes[1])
     given = case.tensors("cuda")
@@ -71,6 +71,36 @@ def test_a_packed_tensor_gives_the_bits_of_its_slices_and_takes_no_copy(case, gr
     # Outputs and the gradient, and partial sums; a copy of q would be more than a fifth of qkv.
     made = qkv.nbytes * (2 - case.kv_heads / (case.heads + 2 * case.kv_heads))
     assert torch.cuda.max_memory_allocated() - before <= made + 0.1 * qkv.nbytes + (4 << 20)
+
+
+VIEWS = {  # of the values of a tensor, in more memory or in another order
+    "slice of a packed tensor": lambda x: torch.cat([x, x], -2)[..., : x.shape[-2], :],
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "first half of [q | gate]": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_give_the_bits_of_their_copies_and_take_no_copy(view):
+    case = HeadCase(
+        cols=128, heads=32, kv_heads=8, tokens=4096, dtype=BF16, rotary=128, heads_first=view == "transposed"
+    )
+    whole = case.tensors("cuda")
+    given = whole | {name: VIEWS[view](whole[name]).detach().requires_grad_() for name in "qk"}
+    assert not (given["q"].is_contiguous() or given["k"].is_contiguous())
+
+    def run(given):
+        got = case.run(given, rotary=rotary)
+        return *got, *torch.autograd.grad(got, list(given.values()), [each.detach() for each in got])
+
+    rotary = case.tables("cuda")
+    assert all(map(torch.equal, run(given), run(whole)))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(given)
+    made = 2 * (given["q"].nbytes + given["k"].nbytes)  # outputs and gradients
+    assert torch.cuda.max_memory_allocated() - before <= made + given["k"].nbytes / 2  # and partial sums
 
 
 @pytest.mark.skipif(native.extension is None, reason="needs the C++ host side")

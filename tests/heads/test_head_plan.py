@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from compiling import InParallel
 from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, shared_bytes_of_forward
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
@@ -81,6 +82,36 @@ def test_an_explanation_names_plans_and_copies():
     given["k_weight"] = given["k_weight"].float()
     explained = fusednorm.explain_qk_norm(**given, rotary=rotary, device=H200)
     assert [each.tensors for each in explained.launches] == [("q",), ("k",)] * 2
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta", dtype=BF16)
+
+
+B, S, HEADS, D = 2, 16, (8, 2), 64
+BY_TOKEN = [empty(B, S, heads, D) for heads in HEADS]
+OF_PACKED = list(empty(B * S, 12, D).split((8, 2, 2), 1))[:2]
+CACHE = empty(4 * S, 2 * D)[:S].view(1, S, 1, 2 * D)
+LAYOUTS = {  # q and k, cos, and sin if it is not like cos
+    "transformers": ([x.transpose(1, 2) for x in BY_TOKEN], empty(B, S, D)),
+    "transformers, [1, S, r]": ([x.transpose(1, 2) for x in BY_TOKEN], empty(1, S, D)),
+    "transformers, expanded": ([x.transpose(1, 2) for x in BY_TOKEN], empty(1, S, D).expand(B, S, D)),
+    "transformers, [B, 1, S, r]": ([x.transpose(1, 2) for x in BY_TOKEN], empty(B, 1, S, D)),
+    "[q | gate]": ([empty(B, S, 8, 2 * D)[..., :D], BY_TOKEN[1]], empty(B, S, D // 4)),
+    "Megatron": ([x.transpose(0, 1) for x in BY_TOKEN], empty(S, 1, 1, D)),
+    "Megatron, grouped": (list(empty(S, B, 2, 6, D).split((4, 1, 1), 3))[:2], empty(S, 1, 1, 1, D)),
+    "torchtitan": (BY_TOKEN, CACHE[..., :D], CACHE[..., D:]),
+    "varlen": (OF_PACKED, empty(B * S, D)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_usual_layouts_are_read_in_place(layout):
+    (q, k), *tables = LAYOUTS[layout]
+    of_dim = -3 if layout.startswith("transformers") else -2
+    explained = fusednorm.explain_qk_norm(q, k, rotary=(tables[0], tables[-1]), heads_dim=of_dim, device=H200)
+    assert [(each.tensors, each.copied) for each in explained.launches] == [(("q", "k"), ())] * 2
+    assert all(isinstance(each.plan, HeadPlan) for each in explained.launches)
 
 
 def test_an_explanation_tells_what_atens_operations_do():
