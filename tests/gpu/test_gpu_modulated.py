@@ -113,6 +113,29 @@ def test_forwards_give_the_numbers_of_the_formula_in_float64(norm, modulation, f
             torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
 
 
+def forward_of(form: str, samples: int, rows: int, modulation: torch.dtype, cols: int = 3072) -> dict:
+    """Operands of a LayerNorm, with modulations in slices of one [samples, 6, cols]."""
+    packed = torch.randn(samples, 6, cols, device="cuda", dtype=modulation)
+    given = {"scale": packed[:, 1:2], "shift": packed[:, :1], "normalized_shape": (cols,), "eps": EPS}
+    given |= {"gate": packed[:, 2:3]} if "gated" in form else {}
+    names = ["x", "residual"] if "gated" in form else ["x"]
+    return given | {name: torch.randn(samples, rows, cols, device="cuda", dtype=BF16) for name in names}
+
+
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+def test_a_forward_reads_slices_in_place_and_takes_no_memory_of_the_size_of_x(modulation):
+    given = forward_of("of_gated_sum_modulated", 4, 1152, modulation)
+    op = torch.ops.fusednorm.layer_norm_fwd_of_gated_sum_modulated
+    kept = sum(each.numel() * each.element_size() for each in op(**given))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    op(**given)
+    torch.cuda.synchronize()
+    x = given["x"]
+    assert torch.cuda.max_memory_allocated() - before < kept + x.numel() * x.element_size() // 8
+
+
 def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
     modulated = replace(OF_MODELS[0], device="cuda")
     given = modulated.arguments()
@@ -184,6 +207,19 @@ def test_a_sample_beyond_2_to_the_31_elements_has_the_gradients_of_its_copy():
         else:
             torch.testing.assert_close(each[:1].float(), single.float(), rtol=2e-2, atol=2.0, msg=name)
         del each
+
+
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 350_000), (32, 21_900)], ids=str)  # samples, and rows of each
+@pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated"])
+def test_the_last_rows_of_a_forward_beyond_2_to_the_31_elements_are_those_of_a_slice(form, shape, modulation):
+    skip_unless_memory(24)
+    given, op = forward_of(form, *shape, modulation), getattr(torch.ops.fusednorm, f"layer_norm_fwd_{form}")
+    assert given["x"].numel() > 2**31
+    few = {name: each[-1:, -64:] for name, each in given.items() if torch.is_tensor(each)}
+    for whole, last in zip(op(**given), op(**given | few), strict=True):
+        least = max(torch.finfo(last.dtype).eps * 8, 2e-5)
+        torch.testing.assert_close(whole[-1:, -64:], last, rtol=least, atol=least)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
