@@ -19,6 +19,9 @@ FUNCTIONS = {"layer": fusednorm.layer_norm_gated, "rms": fusednorm.rms_norm_gate
 MODULES = {"layer": fusednorm.LayerNormGated, "rms": fusednorm.RMSNormGated}
 norms = pytest.mark.parametrize("norm", FUNCTIONS)
 orders = pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
+# The state dicts of mamba_ssm's LayerNorm and RMSNorm (2.3.2.post1, mamba_ssm/ops/triton/layernorm_gated.py). It only
+# installs where CUDA's compiler is.
+KEYS_OF_MAMBA_SSM = {"layer": ("weight", "bias"), "rms": ("weight",)}
 
 
 def leaves(dtype=FP64, batch=(2, 3)) -> list[Tensor]:
@@ -87,6 +90,14 @@ def test_a_module_has_groups_and_says_so(norm):
     assert torch.equal(got, FUNCTIONS[norm](x, gate, module.weight, module.bias, 1e-3, group_size=SIZE,
                                             norm_before_gate=False))  # fmt: skip
     assert f"group_size={SIZE}" in repr(module)
+
+
+@norms
+def test_a_state_dict_of_mamba_ssm_loads_and_is_as_ours(norm):
+    module, state = MODULES[norm](COLS, group_size=SIZE), {name: torch.randn(COLS) for name in KEYS_OF_MAMBA_SSM[norm]}
+    module.load_state_dict(state)
+    found = module.state_dict()
+    assert tuple(found) == tuple(state) and all(torch.equal(found[name], state[name]) for name in state)
 
 
 def test_what_does_not_divide_the_columns_is_refused():

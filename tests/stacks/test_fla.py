@@ -15,7 +15,6 @@ PAIRS = [  # FLA's module, ours
     (lambda: norms.FusedRMSNormGated(COLS, False), lambda: fusednorm.RMSNormGated(COLS, elementwise_affine=False)),
     (lambda: norms.FusedLayerNormGated(COLS), lambda: fusednorm.LayerNormGated(COLS, bias=False)),
     (lambda: norms.FusedLayerNormGated(COLS, bias=True), lambda: fusednorm.LayerNormGated(COLS)),
-    # mamba_ssm's classes have these keys, too.
     (lambda: norms.RMSNormGated(COLS), lambda: fusednorm.RMSNormGated(COLS)),
     (lambda: norms.LayerNormGated(COLS), lambda: fusednorm.LayerNormGated(COLS)),
 ]
