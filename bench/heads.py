@@ -61,17 +61,22 @@ class HeadCase:
     packed: bool
     norm: str
     dtype: torch.dtype
+    first: str = "norm"
+    whole: bool = False  # a weight for all heads
 
     def __str__(self) -> str:
-        kind = "packed " if self.packed else ""
-        return f"{kind}{self.norm} {self.tokens} x {self.heads}+{self.kv_heads} x {self.cols}, rotary {self.rotary}"
+        kind = ("packed " if self.packed else "whole " if self.whole else "") + self.norm
+        rotary = self.rotary + (" first" if self.first == "rotary" else "")
+        return f"{kind} {self.tokens} x {self.heads}+{self.kv_heads} x {self.cols}, rotary {rotary}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name) for name in ("norm", "tokens", "heads", "kv_heads", "cols", "rotary", "packed")
-        }
-        return own | {"x_dtype": dtype_name(self.dtype)}
+        return {of: each for of, each in vars(self).items() if of != "dtype"} | {"x_dtype": dtype_name(self.dtype)}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        interleaved, norm_first = self.rotary == "pairs", self.first == "norm"
+        return {"norm": self.norm, "eps": EPS, "rotary_interleaved": interleaved, "norm_first": norm_first}
 
     @property
     def turned(self) -> int:
@@ -86,8 +91,14 @@ class HeadCase:
 
         both = {"q": make(1, self.tokens, self.heads, self.cols), "k": make(1, self.tokens, self.kv_heads, self.cols)}
         rows = {"qkv": make(1, self.tokens, (self.heads + 2 * self.kv_heads) * self.cols)} if self.packed else both
-        names = "q_weight", "k_weight", *(("q_bias", "k_bias") if self.norm == "layer" else ())
-        return rows | {name: make(self.cols) for name in names}
+        return rows | {name: make(size) for name, size in self.parameters.items()}
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """The sizes of weights and biases."""
+        heads = {"q": self.heads, "k": self.kv_heads} if self.whole else {"q": 1, "k": 1}
+        kinds = "weight", *(("bias",) if self.norm == "layer" else ())
+        return {f"{of}_{kind}": heads[of] * self.cols for kind in kinds for of in "qk"}
 
     def tables(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """As transformers makes them: both columns of a pair have the same."""
@@ -99,7 +110,7 @@ class HeadCase:
 
 
 def ours(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
-    settings = {"norm": case.norm, "eps": EPS, "rotary": tables, "rotary_interleaved": case.rotary == "pairs"}
+    settings = case.settings | {"rotary": tables}
     if case.packed:
         return fusednorm.qk_norm_packed(**given, heads=case.heads, kv_heads=case.kv_heads, **settings)
     return fusednorm.qk_norm(**given, **settings)
@@ -113,10 +124,17 @@ def separate(case: HeadCase, given: dict[str, Tensor]) -> tuple[Outputs, Outputs
     return (q, k), (v,)
 
 
+def rows_of(case: HeadCase, x: Tensor) -> Tensor:
+    return x.flatten(-2) if case.whole else x
+
+
 def norms(case: HeadCase, given: dict[str, Tensor], _) -> Outputs:
     norm = fusednorm.affine_layer_norm if case.norm == "layer" else fusednorm.affine_rms_norm
     both, rest = separate(case, given)
-    return *(norm(x, given[f"{of}_weight"], given.get(f"{of}_bias"), EPS) for of, x in zip("qk", both)), *rest  # noqa: B905
+    found = []
+    for of, x in zip("qk", both, strict=True):
+        found.append(norm(rows_of(case, x), given[f"{of}_weight"], given.get(f"{of}_bias"), EPS).view(x.shape))
+    return *found, *rest
 
 
 class NormOfCudnn(torch.autograd.Function):
@@ -149,10 +167,10 @@ def by_cudnn() -> Callable[..., Outputs]:
         both, rest = separate(case, given)
         found = []
         for of, x in zip("qk", both, strict=True):
-            tensors = x, given[f"{of}_weight"], given.get(f"{of}_bias")
+            tensors = rows_of(case, x), given[f"{of}_weight"], given.get(f"{of}_bias")
             if of not in built:
-                built[of] = cudnn.graphs(BenchCase(case.norm, tuple(x.shape), eps=EPS), _for_cudnn(tensors))
-            found.append(NormOfCudnn.apply(built[of], *tensors))
+                built[of] = cudnn.graphs(BenchCase(case.norm, tuple(tensors[0].shape), eps=EPS), _for_cudnn(tensors))
+            found.append(NormOfCudnn.apply(built[of], *tensors).view(x.shape))
         return *found, *rest
 
     return run
@@ -163,23 +181,28 @@ def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
     both, rest = separate(case, given)
     found = []
     for of, x in zip("qk", both, strict=True):
-        wide = x if x.dtype == torch.float64 else x.float()
+        h = turned(case, x, tables) if case.first == "rotary" else x
+        wide = rows_of(case, h if h.dtype == torch.float64 else h.float())
         wide = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * given[f"{of}_weight"].to(wide.dtype)
         y = y + given[f"{of}_bias"].to(wide.dtype) if case.norm == "layer" else y
-        y = y.to(x.dtype)
-        if tables is not None:
-            cos, sin = (table.unsqueeze(2) for table in tables)
-            front, back = y[..., : case.turned], y[..., case.turned :]
-            if case.rotary == "pairs":
-                other = torch.stack([-front[..., 1::2], front[..., ::2]], -1).flatten(-2)
-            else:
-                a, b = front.chunk(2, -1)
-                other = torch.cat([-b, a], -1)
-            front = front * cos + other * sin
-            y = torch.cat([front, back], -1) if case.rotary == "quarter" else front
-        found.append(y.to(x.dtype))
+        y = y.to(x.dtype).view(x.shape)
+        found.append(turned(case, y, tables) if case.first == "norm" else y)
     return *found, *rest
+
+
+def turned(case: HeadCase, x: Tensor, tables) -> Tensor:
+    if tables is None:
+        return x
+    cos, sin = (table.unsqueeze(2) for table in tables)
+    front, back = x[..., : case.turned], x[..., case.turned :]
+    if case.rotary == "pairs":
+        other = torch.stack([-front[..., 1::2], front[..., ::2]], -1).flatten(-2)
+    else:
+        a, b = front.chunk(2, -1)
+        other = torch.cat([-b, a], -1)
+    front = front * cos + other * sin
+    return (torch.cat([front, back], -1) if case.rotary == "quarter" else front).to(x.dtype)
 
 
 def candidates(case: HeadCase, names: list[str]) -> dict[str, Callable[..., Outputs]]:
@@ -261,19 +284,19 @@ def swept(case: HeadCase, device: DeviceSpec) -> dict[str, tuple[str, Shape]]:
 
 
 def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
-    """What the kernels of a forward and of a backward compute, without memory."""
+    """What the kernels of a forward and of a backward compute, without memory; nothing if norms of ours do it."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(1, case.tokens, *shape, dtype=case.dtype, device="meta")
 
+    if case.whole:
+        return []
     packing = Packing(case.heads, case.kv_heads)
     packed = empty((case.heads + 2 * case.kv_heads) * case.cols) if case.packed else None
     q, k = empty(case.heads, case.cols), empty(case.kv_heads, case.cols)
-    names = "weight", *(("bias",) if case.norm == "layer" else ())
-    parameters = {f"{of}_{name}": empty(case.cols)[0, 0] for name in names for of in "qk"}
+    parameters = {name: empty(size)[0, 0] for name, size in case.parameters.items()}
     tables = None if case.rotary == "none" else (empty(case.turned), empty(case.turned))
-    settings = {"norm": case.norm, "eps": EPS, "rotary_interleaved": case.rotary == "pairs"}
-    forward = functional.operands(q, k, **parameters, rotary=tables, **settings)
+    forward = functional.operands(q, k, **parameters, rotary=tables, **case.settings)
     return [each for way in head_call.both_ways(forward, packed, packing) for each in head_call.calls_of(way)]
 
 
@@ -359,6 +382,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", default=["32+8"], metavar="Q+K", help="of q and of k (default: 32+8)")
     parser.add_argument("--dims", nargs="+", type=int, default=[128], help="columns of a head (default: 128)")
     parser.add_argument("--rotary", nargs="+", choices=ROTARY, default=["none", "halves"], help="default: none halves")
+    parser.add_argument("--first", nargs="+", choices=("norm", "rotary"), default=["norm"], help="default: norm")
+    parser.add_argument("--whole", action="store_true", help="a weight for all heads; not packed")
     parser.add_argument("--packed", nargs="+", choices=("no", "yes"), default=["no"], help="default: no")
     parser.add_argument("--norms", nargs="+", choices=("rms", "layer"), default=["rms"], help="default: rms")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
@@ -368,13 +393,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="no case is begun after this time (default: 60)")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.whole and "yes" in options.packed:
+        parser.error("--whole must come without --packed yes, because qk_norm_packed takes weights of one head")
+    return options
 
 
 def make_cases(options: argparse.Namespace) -> Iterator[HeadCase]:
-    of = options.norms, options.dims, options.heads, options.packed, options.rotary, options.tokens
-    for norm, cols, heads, packed, rotary, tokens in itertools.product(*of):
-        yield HeadCase(tokens, *map(int, heads.split("+")), cols, rotary, packed == "yes", norm, DTYPES[options.dtype])
+    of = options.norms, options.dims, options.heads, options.packed, options.rotary, options.first, options.tokens
+    for norm, cols, heads, packed, rotary, first, tokens in itertools.product(*of):
+        kind = packed == "yes", norm, DTYPES[options.dtype], first, options.whole
+        if rotary != "none" or first == "norm":
+            yield HeadCase(tokens, *map(int, heads.split("+")), cols, rotary, *kind)
 
 
 def main(arguments: list[str] | None = None) -> int:

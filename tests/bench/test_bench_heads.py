@@ -15,10 +15,13 @@ from fusednorm.tools.oracle import stock
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("norm", ["rms", "layer"])
+KINDS = [(norm, packed, "norm", False) for norm in ("rms", "layer") for packed in (False, True)]
+KINDS += [("rms", True, "rotary", False), ("layer", False, "norm", True), ("rms", False, "rotary", True)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rotary", heads.ROTARY)
-@pytest.mark.parametrize("packed", [False, True])
-def test_ours_is_what_models_write(packed, rotary, norm, monkeypatch):
+def test_ours_is_what_models_write(rotary, kind, monkeypatch):
     def stocks(case, like):
         has_bias = None if like.bias is None else BF16
         case = replace(case, x_dtype=BF16, weight_dtype=BF16, bias_dtype=has_bias)
@@ -26,7 +29,8 @@ def test_ours_is_what_models_write(packed, rotary, norm, monkeypatch):
 
     monkeypatch.setattr(heads.cudnn, "graphs", stocks)
     torch.manual_seed(0)
-    case = heads.HeadCase(6, 4, 2, 16, rotary, packed, norm, BF16)
+    norm, packed, first, whole = kind
+    case = heads.HeadCase(6, 4, 2, 16, rotary, packed, norm, BF16, first, whole)
     given = case.inputs("cpu")
     tables = case.tables(torch.empty(0, dtype=BF16))
     wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
