@@ -1,9 +1,8 @@
 """Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/kernels/test_budget.py.
 
-Both are upper bounds, for every release of Triton: where releases differ, the largest value counts, so every release
-gets the same plan. With as many registers per thread as `registers` says, the compiler does not spill.
-data/registers.json has its coefficients, and bench/NOTES.md the builds behind them, "Evidence behind constants". Other
-rules say what kernels are compiled with, beside the fields of their plan, so that they do not spill.
+Both are upper bounds. With as many registers per thread as `registers` says, the compiler does not spill, whatever its
+release; data/registers.json has the coefficients, and bench/NOTES.md the builds behind them. Other rules say what
+kernels are compiled with, beside the fields of their plan.
 """
 
 from __future__ import annotations
@@ -15,27 +14,14 @@ from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import (
-    BY_COLUMNS,
-    MAX_REGISTERS,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
-    Plan,
-    RingPlan,
-    WarpSpecializedPlan,
-)
+from .plan import MAX_REGISTERS, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
 RESERVED_SMEM_BYTES = 1024  # per CTA, for the driver
-
 PRODUCER_REGISTERS = 24
 PRODUCER_WARPS = 4  # only one works, but registers are handed over by whole warpgroups
 MAX_GROUP_REGISTERS = 240
-
-
-# --- Shared memory ---
 
 
 def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
@@ -77,8 +63,8 @@ def static_bytes(plan: RingPlan) -> int:
 
 
 def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
-    """A ring and the parameters; barriers; what is used while or after a kernel reads its rows. Pipelined kernels use
-    the ring's memory again after their rows."""
+    """Of a ring, its parameters and barriers, and of what a kernel uses while it reads its rows, or after them in place
+    of the ring (pipelined kernels)."""
     backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
     tensors += problem.rows_in if plan.rows_in_ring else ()
@@ -119,9 +105,6 @@ def _staged_bytes(plan: RingPlan, problem: NormProblem) -> int:
     return 4 * plan.rows_per_tile * min(plan.chunk, max(held, 4 * WARP_SIZE * plan.num_warps))
 
 
-# --- Registers ---
-
-
 def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
     """Registers that each thread can have if `threads_per_sm` threads share an SM."""
     return min(MAX_REGISTERS, device.registers_per_sm // threads_per_sm // REGISTER_STEP * REGISTER_STEP)
@@ -147,7 +130,7 @@ def entry_registers(plan: WarpSpecializedPlan) -> int:
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     """Upper bound of the registers that a thread needs: a sum of coefficients times quantities of plan and problem. A
     cap replaces a larger sum where the compiler was seen to recompute values instead of holding them."""
-    if plan.kernel in BY_COLUMNS:
+    if plan.by_columns:
         return plan.max_registers
     held, kind = computed(plan, problem), ""
     known = held.quantities, vars(device) | of_plan(plan, problem.cols) | {"folds": held is not problem}
@@ -160,10 +143,8 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
 
 
 def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
-    """Whether a thread holds the next tile's statistics while it adds up the current tile; whether bfloat16 values
-    become float32 two at a time (rowmath.widen); and whether threads hold what dx takes of a tile instead of reading
-    the tile twice: in a backward with an activation, which they would compute twice, where 16-bit rows leave that many
-    instructions for each byte."""
+    """Whether a thread holds the next tile's statistics while it adds up the current one, whether bfloat16 values are
+    widened two at a time (rowmath.widen), and whether threads hold what dx takes of a tile, or read it twice."""
     known = problem.quantities, of_plan(plan, problem.cols)
     names = "prefetches_statistics", "widens_in_pairs", "reads_once"
     return {name: limits.value_of(getattr(limits, name), *known) for name in names}

@@ -19,16 +19,7 @@ from . import budget, limits
 from .device import DeviceSpec
 from .legality import broken_rule
 from .norm_problem import NormProblem
-from .plan import (
-    MAX_BOX_SIDE,
-    AsyncCopyPlan,
-    ColumnRingPlan,
-    ColumnTilePlan,
-    MultiWavePlan,
-    PipelinedPlan,
-    Plan,
-    WarpSpecializedPlan,
-)
+from .plan import AsyncCopyPlan, ColumnRingPlan, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, WarpSpecializedPlan
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
@@ -131,9 +122,6 @@ def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
     return [rows for rows in ROWS if rows <= most_rows and least * threads < rows * cols <= frame.most * threads]
 
 
-# --- How a row is cut ---
-
-
 def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
     """The plan that cuts a row of the problem, and does all else as `plan` does; None if none is within the budgets.
     The plan's kernel must be one that can run the problem. A ring that is not `good` may spill, and threads that hold
@@ -161,10 +149,10 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
     threads, found = 32 * warps if cluster > 1 else 32 * warps // rows, []
     for chunk, num_chunks in chunkings(-(-cols // cluster), threads, limits.max_ring_chunks[direction]):
         padded, whole = cluster * chunk * num_chunks, cols // (cluster * chunk)
-        boxes = chunk // math.gcd(cols, chunk, MAX_BOX_SIDE)
+        boxes = chunk // math.gcd(cols, chunk, limits.max_box_side)
         known = {"num_chunks": num_chunks, "chunk_columns": chunk // threads, "padding": padded / cols}
         known |= {"ends_within_a_chunk": whole < num_chunks, "rows": rows}
-        if boxes <= MAX_BOX_SIDE and limits.value_of(limits.good_chunks, known):
+        if boxes <= limits.max_box_side and limits.value_of(limits.good_chunks, known):
             for copy_chunks, tail in ways_to_copy(num_chunks, whole):
                 copies = 2 if tail else -(-num_chunks // copy_chunks)
                 rank = boxes > limits.many_boxes, copies, padded, num_chunks
@@ -174,8 +162,8 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
 
 
 def _copied_cuts(problem: NormProblem, threads: int) -> list[dict[str, int]]:
-    """`_cuts` for a ring that threads fill: by the least padding, and then the fewest chunks. A thread copies at least
-    16 bytes of a chunk of x, and not much more, so that few registers hold a chunk, and others are under way."""
+    """`_cuts` for a ring that threads fill: by the least padding, and then the fewest chunks. A thread copies few bytes
+    of a chunk, so that few registers hold one, and others are under way."""
     least, most = (size // problem.x_dtype.itemsize * threads for size in limits.copied_bytes)
     cuts = chunkings(problem.cols, least, limits.max_ring_chunks[problem.direction])
     cuts = sorted((chunk * count, count, chunk) for chunk, count in cuts if chunk <= most)
@@ -195,8 +183,7 @@ def _first_within_budget(plans: Iterable[Plan], problem: NormProblem, device: De
 
 def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
     """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
-    chunk. Threads load at least 8 bytes at once. In a backward of several rows, each thread has 16 bytes of every row,
-    so that one thread adds up each column."""
+    chunk. Threads load at least 8 bytes at once; those that own columns have 16 bytes of every row."""
     rows, warps, threads = tile.rows_per_tile, tile.num_warps, 32 * tile.num_warps
     itemsize, forward = problem.x_dtype.itemsize, problem.is_forward
     ctas = 1 if tile.short_lived else tile.ctas_per_sm
@@ -219,9 +206,6 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     return plan
 
 
-# --- Other kernels ---
-
-
 def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> WarpSpecializedPlan | None:
     """The first of the groups whose threads have a moderate share of as many rows as possible, with two stages for each
     if they fit. A plan that is not `good` may spill, have one stage, or more copies."""
@@ -234,11 +218,8 @@ def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = Tru
         shape = {"rows_per_tile": rows, "num_warps": warps, "num_groups": groups, "cached": problem.is_forward}
         shape |= {"ctas_per_sm": 1, "max_registers": budget.group_register_limit(groups, warps, device)}
         for stages in (2,) if good and groups == 1 else (2 * groups, groups):
-            plans = (
-                WarpSpecializedPlan(**shape, **each, num_stages=stages, weight_in_smem=in_smem)
-                for each in _cuts(problem.cols, problem.direction, rows, warps, 1)
-                for in_smem in (False, True)
-            )
+            ways = itertools.product(_cuts(problem.cols, problem.direction, rows, warps, 1), (False, True))
+            plans = (WarpSpecializedPlan(**shape, **way, num_stages=stages, weight_in_smem=at) for way, at in ways)
             plans = (plan for plan in plans if plan.num_copies <= most_copies and not plan.tail)
             if plan := _first_within_budget(plans, problem, device, good):
                 return _deepened(plan, problem, device)
@@ -260,11 +241,9 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
-    whole = 1 << max(4, (problem.cols - 1).bit_length())
-    known = vars(device) | {"whole": whole}
-    plan = ColumnTilePlan(
-        **{name: limits.value_of(each, problem.quantities, known) for name, each in limits.column_tiles.items()}
-    )
+    known = vars(device) | {"whole": 1 << max(4, (problem.cols - 1).bit_length())}
+    shape = {name: limits.value_of(each, problem.quantities, known) for name, each in limits.column_tiles.items()}
+    plan = ColumnTilePlan(**shape)
     room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)
     return replace(plan, ctas_per_sm=max(1, min(plan.ctas_per_sm, room)))
 
@@ -277,9 +256,6 @@ def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan
     return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 
-# --- Common ---
-
-
 def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether threads load rows sooner than TMA copies them. On Blackwell a published rule decides that."""
     return device.arch < OLDEST_PUBLISHED_ARCH and limits.value_of(limits.better_in_registers, problem.quantities)
@@ -287,8 +263,7 @@ def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
 
 def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
     """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
-    group of SMs (GPC). If others hold SMs in every group, a cluster as large as a group waits for them: only rows that
-    are wide for eight CTAs have one of 16."""
+    group of SMs (GPC)."""
     most = limits.value_of(limits.largest_cluster, problem.quantities, vars(device))
     return tuple(size for size in CLUSTERS if size <= most)
 

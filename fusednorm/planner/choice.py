@@ -119,8 +119,7 @@ def _adapted(plan: Plan, cols: int, rows: int, problem: NormProblem, device: Dev
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
     """nvFuser's rule on Blackwell: a ring for many rows that are not short, warp-specialized if it has registers and
     stages. The kernels that it was published for read their inputs once, so that a ring pays for any number of rows
-    where ours in registers would read them twice. A backward without dx has a rule of its own, and modulated norms,
-    which nvFuser has no kernels for, have none."""
+    where ours in registers would read them twice."""
     asked = problem.quantities, vars(device)
     if not limits.value_of(limits.is_published, *asked):
         return None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 KIB = 1024
 OLDEST_TRITON = (3, 6)
-OLDEST_DEPENDENT_ARCH = 90
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class DeviceSpec:
     @property
     def places_dependents(self) -> bool:
         """Whether a dependent launch may be placed before the one that it depends on has ended."""
-        return self.arch >= OLDEST_DEPENDENT_ARCH
+        return self.arch >= 90
 
     @functools.cache  # noqa: B019  there are few devices, and they live as long as the process
     def leaving(self, sms: int) -> DeviceSpec:

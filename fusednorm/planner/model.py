@@ -13,7 +13,7 @@ from typing import NamedTuple
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import BY_COLUMNS, Plan, RingPlan, clusters_at_once, grid_of, num_launches, num_passes
+from .plan import Plan, RingPlan, clusters_at_once, grid_of, num_launches, num_passes
 
 
 class Coefficients(NamedTuple):
@@ -70,15 +70,15 @@ def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec)
     statistics = itemsize * (2 if problem.norm == "layer" else 1)
     partials = 2 * problem.num_sums * grid_of(plan, problem, device).partials(rows // problem.form.groups) * itemsize
     tensors = rows * (problem.cols * (passes * read + written) + statistics)
-    return tensors + problem.width * (2 * problem.parameter_bytes + partials)
+    return tensors + problem.width * (2 * problem.quantities["parameter_bytes"] + partials)
 
 
 def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> Work:
     (read, _), grid, is_ring = problem.row_bytes, grid_of(plan, problem, device), isinstance(plan, RingPlan)
     # Of two passes by columns the first is over whole rows.
-    by_columns = plan.kernel in BY_COLUMNS and num_passes(plan, problem) == 1
+    by_columns = plan.by_columns and num_passes(plan, problem) == 1
     columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster
-    elements = columns if plan.kernel in BY_COLUMNS else plan.chunk * plan.num_chunks
+    elements = columns if plan.by_columns else plan.chunk * plan.num_chunks
     rows_of_group = rows // problem.form.groups
     of_group = grid.ctas(rows_of_group)
     ctas = of_group * problem.form.groups * math.ceil(problem.cols / columns)
@@ -98,7 +98,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         launches=num_launches(plan, problem),
         rings=float(is_ring),
         doublings=math.log2(plan.cluster),
-        parameter_bytes=problem.parameter_bytes * columns / plan.cluster,
+        parameter_bytes=problem.quantities["parameter_bytes"] * columns / plan.cluster,
         sm_bytes=of_sm * columns * read / plan.cluster,
         sm_elements=of_sm * elements * (1 + problem.num_sums) / 128,
         sm_boxes=of_sm * boxes / plan.cluster,
@@ -114,4 +114,4 @@ def _merged(plan: Plan, problem: NormProblem) -> float:
     if isinstance(plan, RingPlan):
         return plan.num_chunks * plan.rows_per_tile / 8 if 1 == plan.warps_per_row < plan.num_warps else 0
     owns = plan.rows_per_tile == 1 or plan.chunk * problem.x_dtype.itemsize >= 16 * 32 * plan.num_warps
-    return 0 if plan.kernel in BY_COLUMNS or owns else plan.num_chunks * plan.num_warps
+    return 0 if plan.by_columns or owns else plan.num_chunks * plan.num_warps

@@ -17,15 +17,12 @@ MOST_ROWS_OF_TILE = 64
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it). The columns
-    are those of a group, if the form has groups of them.
+    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it). The dtype
+    of an absent tensor is None."""
 
-    norm is "layer" or "rms"; direction is "forward" or "backward". The dtype of an absent tensor is None.
-    """
-
-    norm: str
-    direction: str
-    cols: int
+    norm: str  # "layer" or "rms"
+    direction: str  # "forward" or "backward"
+    cols: int  # of a group, if the form has groups of columns
     x_dtype: torch.dtype
     weight_dtype: torch.dtype | None = None
     bias_dtype: torch.dtype | None = None
@@ -82,8 +79,7 @@ class NormProblem:
 
     @cached_property
     def num_sums(self) -> int:
-        """Number of sums over rows (dw, db, gradients of modulations) that the call wants. CTAs store partials of these
-        sums."""
+        """How many sums over rows (dw, db, gradients of modulations) the call wants. CTAs store partials of them."""
         return self.wants_dw + self.wants_db + len(self.summed)
 
     @cached_property
@@ -126,11 +122,6 @@ class NormProblem:
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 
     @cached_property
-    def parameter_bytes(self) -> int:
-        """Bytes of each column of weight and bias."""
-        return sum(dtype.itemsize for dtype in (self.weight_dtype, self.bias_dtype) if dtype is not None)
-
-    @cached_property
     def quantities(self) -> dict[str, Any]:
         """The names by which data files ask for what a problem has: those of its fields, and others."""
         own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
@@ -152,7 +143,7 @@ class NormProblem:
             grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=sum(map(bytes_of, held)),
             widest=max(x, grad, *map(bytes_of, self.rows_in)), widest_beside=max(map(bytes_of, others), default=0),
             narrow=max(x, grad, *parameters, 2) == 2 and not others, weight_bytes=weight, parameters=len(parameters),
-            wide_parameters=parameters.count(8), parameter_bytes=self.parameter_bytes, reads_bias=self.reads_bias,
+            wide_parameters=parameters.count(8), parameter_bytes=weight + bias, reads_bias=self.reads_bias,
             holds_wide=self.is_forward and (self.inside is not self or max(map(bytes_of, self.shared), default=0) > x),
             rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
             moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,

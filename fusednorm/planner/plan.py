@@ -1,8 +1,7 @@
 """Plans: everything about a launch that is known at compile time. The row count changes nothing in a plan.
 
 Users ask for a plan by its `variant`. Two variants have two kernels each, for whole rows and for column tiles. `Grid`
-alone says how many CTAs a number of rows gets, and with them how many partials. bench/NOTES.md has the measurements
-behind the constants, "Evidence behind constants".
+alone says how many CTAs a number of rows gets, and with them how many partials.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from .device import DeviceSpec
 from .norm_problem import NormProblem
 
 MOST_CTAS = 2**16 - 1  # along the rows, where these are a grid's second dimension
-MAX_BOX_SIDE = 256  # elements per side of a TMA copy's box
 MAX_REGISTERS = 255  # per thread
 
 
@@ -28,34 +26,30 @@ class Plan:
     kernel: ClassVar[str]
     cluster = 1  # CTAs that share a row
     num_groups = 1  # compute groups of a CTA, which sum dw and db each for itself
+    by_columns = False  # CTAs own columns, not whole rows
     short_lived = cached = rows_in_ring = by_threads = False
 
 
 @dataclass(frozen=True)
 class MultiWavePlan(Plan):
-    """Rows in registers, in num_chunks chunks of `chunk` columns each.
-
-    ctas_per_sm CTAs fit an SM at max_registers per thread. Short-lived CTAs (forward only) have one row tile each.
-    """
+    """Rows in registers, in num_chunks chunks of `chunk` columns. Short-lived CTAs (forward only) have one row tile."""
 
     variant = kernel = "multi_wave"
     rows_per_tile: int
     chunk: int
     num_chunks: int
     num_warps: int
-    ctas_per_sm: int
+    ctas_per_sm: int  # that fit an SM at max_registers of each thread
     max_registers: int
     short_lived: bool = False
 
 
 @dataclass(frozen=True)
 class ColumnTilePlan(Plan):
-    """Rows by column tiles: in two passes where dx (or y) is wanted, in one where a backward wants dw and db only.
+    """Rows by column tiles: in two passes where dx (or y) is wanted, in one where a backward wants dw and db only. Of
+    two passes the first reads whole rows."""
 
-    row_pass_chunk and row_pass_warps belong to the pass that reads whole rows.
-    """
-
-    variant, kernel = "multi_wave", "column_tiles"
+    variant, kernel, by_columns = "multi_wave", "column_tiles", True
     max_registers = MAX_REGISTERS
     rows_per_tile: int
     chunk: int
@@ -67,12 +61,10 @@ class ColumnTilePlan(Plan):
 
 @dataclass(frozen=True)
 class ColumnRingPlan(Plan):
-    """Column sums through a TMA ring of num_stages stages in shared memory, for a backward without dx.
+    """Column sums through a TMA ring in shared memory, for a backward without dx. A tile has rows_per_tile x chunk
+    elements of the gradient, and of x if dw is wanted."""
 
-    A tile has rows_per_tile x chunk elements of the gradient, and of x if dw is wanted.
-    """
-
-    variant, kernel = "pipelined", "column_ring"
+    variant, kernel, by_columns = "pipelined", "column_ring", True
     rows_per_tile: int
     chunk: int
     num_stages: int
@@ -83,12 +75,8 @@ class ColumnRingPlan(Plan):
 
 @dataclass(frozen=True)
 class RingPlan(Plan):
-    """Row tiles through a TMA ring of num_stages stages in shared memory.
-
-    A row tile is num_chunks chunks of `chunk` columns, copy_chunks chunks to a copy. With a tail there are two copies:
-    the last chunk, within which the row may end, and all others. weight_in_smem keeps weight (and bias) in shared
-    memory instead of registers.
-    """
+    """Row tiles through a TMA ring in shared memory. A tile is num_chunks chunks of `chunk` columns, copy_chunks chunks
+    to a copy. With a tail there are two copies: the last chunk, within which the row may end, and all others."""
 
     rows_per_tile: int
     chunk: int
@@ -97,7 +85,7 @@ class RingPlan(Plan):
     num_warps: int  # of one compute group
     ctas_per_sm: int
     max_registers: int
-    weight_in_smem: bool
+    weight_in_smem: bool  # and bias, instead of in registers
     cluster: int = 1  # CTAs that share a row: each has chunk columns of every chunk; they exchange the row's sums
     copy_chunks: int = 1
     # The launch has more CTAs than fit at once, so that faster SMs take more of them. With one stage a CTA has one
@@ -107,7 +95,7 @@ class RingPlan(Plan):
 
     def box_columns(self, cols: int) -> int:
         """Columns on the innermost side of a TMA box. They divide a row, as the box must, and a chunk."""
-        return math.gcd(cols, self.chunk, MAX_BOX_SIDE)
+        return math.gcd(cols, self.chunk, limits.max_box_side)
 
     def is_whole(self, cols: int) -> bool:
         """True if the chunks, over all CTAs of a cluster, are exactly a row, so that all threads have equally many
@@ -149,17 +137,13 @@ class AsyncCopyPlan(PipelinedPlan):
 
 @dataclass(frozen=True)
 class WarpSpecializedPlan(RingPlan):
-    """A ring that a producer warp fills, without cluster and tail. num_groups compute groups of num_warps warps empty
-    it.
-
-    The groups take stages in turn, so num_stages is a multiple of num_groups, and each sums dw and db for itself.
-    cached keeps a row tile in registers instead of reading its stage twice. max_registers is what a compute thread has
-    after the producer warp has given its own registers away.
-    """
+    """A ring that a producer warp fills, without cluster and tail. Compute groups take its stages in turn, so
+    num_stages is a multiple of num_groups. max_registers is what a compute thread has after the producer warp has given
+    its own registers away."""
 
     variant = kernel = "warp_specialized"
     num_groups: int = 1
-    cached: bool = False
+    cached: bool = False  # a row tile stays in registers, instead of being read from its stage twice
 
 
 @dataclass(frozen=True)
@@ -173,7 +157,6 @@ class ReferencePlan(Plan):
 # Of this package's kernels.
 TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, AsyncCopyPlan, WarpSpecializedPlan
 VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized", "reference")
-BY_COLUMNS = ("column_tiles", "column_ring")  # kernels whose CTAs own columns, not whole rows
 
 
 def text_of(plan: Plan) -> str:
@@ -189,10 +172,9 @@ def from_text(text: str) -> Plan:
     name, _, values = text.removesuffix(")").partition("(")
     numbers = [int(value) for value in values.split(",")]
     for kind in TYPES:
-        lacking = len(fields(kind)) - len(numbers)
-        # rows_in_ring is the last one
-        if kind.__name__ == f"{name}Plan" and 0 <= lacking <= issubclass(kind, PipelinedPlan):
-            pairs = zip(fields(kind), (*numbers, 0), strict=False)
+        may_lack = issubclass(kind, PipelinedPlan)  # rows_in_ring, which is the last one
+        if kind.__name__ == f"{name}Plan" and 0 <= len(fields(kind)) - len(numbers) <= may_lack:
+            pairs = zip(fields(kind), numbers, strict=False)
             return kind(**{field.name: bool(number) if field.type == "bool" else number for field, number in pairs})
     raise ValueError(f"{text} is no plan")
 
@@ -200,9 +182,7 @@ def from_text(text: str) -> Plan:
 @dataclass(frozen=True)
 class Grid:
     """The rule by which a plan's number of CTAs, or clusters, along the rows follows from the number of rows.
-
-    csrc/program.h has the same rule for the same numbers.
-    """
+    csrc/program.h has the same."""
 
     rows_per_tile: int
     at_once: int  # CTAs along the rows that run at the same time
@@ -239,18 +219,16 @@ class Grid:
 
 @functools.lru_cache(maxsize=4096)
 def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: int = 0) -> Grid:
-    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample.
-
-    The grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as
-    long and load less at a time. If CTAs leave partials, their least work limits their number. If a sum is wanted in
+    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample. The
+    grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as long
+    and load less at a time. If CTAs leave partials, their least work limits their number. If a sum is wanted in
     float32, their number is a multiple of those that run at once where each would get too many tiles. With an sm_margin
     it is not: CTAs that wait for a place would take the SMs that the margin leaves free. Short-lived CTAs may be more
-    than run at once; all but the last get equally many tiles.
-    """
+    than run at once; all but the last get equally many tiles."""
     first_wave, groups = clusters_at_once(plan.cluster, device), problem.form.groups
     at_once, first_wave = max(1, plan.ctas_per_sm * first_wave // groups), max(1, first_wave // groups)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
-    if plan.kernel in BY_COLUMNS:
+    if plan.by_columns:
         at_once = max(1, at_once // -(-problem.cols // plan.chunk))
     elif plan.short_lived:
         tiles_of_cta = limits.value_of(limits.tiles_of_short_lived, vars(plan) | {"kernel": plan.kernel})
@@ -267,8 +245,7 @@ def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: i
 def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     """Clusters of `cluster` CTAs that run at the same time, one CTA on each SM. A cluster keeps to one group of SMs."""
     share, whole = limits.cluster_sms if cluster > 2 else (1, 1)
-    usable = device.sm_count * share // whole
-    return max(1, usable // cluster)
+    return max(1, device.sm_count * share // whole // cluster)
 
 
 def piece_of_partials(cols: int, itemsize: int) -> tuple[int, int, int]:

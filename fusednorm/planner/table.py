@@ -4,10 +4,6 @@ A table is a file of JSON lines. The first says what it was measured on, by whic
 the coefficients that were fitted (model.py). Each other object is a Key. Its widths follow it, a line each: columns,
 and plans in order of rows, each up to a number of rows per SM, the last without end. `python -m fusednorm tune` writes
 a table, and data/ has those that are shipped.
-
-A problem that has no line takes that of a near width which TMA copies by pieces as long. Lines with parameters unlike x
-may be another GPU's of the capability; without any, those with parameters like x are taken. In place of another key
-that the table lacks, it has the one with the nearest traffic.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
-from ..planner.plan import BY_COLUMNS, VARIANTS, Plan, ReferencePlan, RingPlan, grid_of, num_launches, num_passes
+from ..planner.plan import VARIANTS, Plan, ReferencePlan, RingPlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance, margin
@@ -143,7 +143,7 @@ class Explanation:
         count = rule.ctas(self.rows)
         clusters = plan.cluster > 1
         grid = f"{_count(count, 'cluster')} of {plan.cluster} CTAs" if clusters else _count(count, "CTA")
-        if plan.kernel in BY_COLUMNS:
+        if plan.by_columns:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
         if problem.form.groups > 1:
             grid += f" for each of {problem.form.groups} groups"

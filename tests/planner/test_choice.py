@@ -26,7 +26,6 @@ from fusednorm.planner.choice import (
 )
 from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_3090, RTX_4090, RTX_5090
 from fusednorm.planner.plan import (
-    MAX_BOX_SIDE,
     VARIANTS,
     AsyncCopyPlan,
     ColumnRingPlan,
@@ -251,7 +250,8 @@ def plans_of_one_pass(problem, device):
             for copy_chunks, tail in ways_to_copy(num_chunks, problem.cols // (cluster * chunk)):
                 resources = 2, warps, 1, limit, in_smem, cluster, copy_chunks, False, tail
                 plan = PipelinedPlan(1, chunk, num_chunks, *resources)
-                if plan.num_copies <= limits.most_copies and chunk <= MAX_BOX_SIDE * plan.box_columns(problem.cols):
+                box = plan.box_columns(problem.cols)
+                if plan.num_copies <= limits.most_copies and chunk <= limits.max_box_side * box:
                     yield from _within_budget(problem, device, plan)
 
 
