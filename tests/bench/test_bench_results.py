@@ -244,6 +244,15 @@ def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_wr
     assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out
 
 
+def test_a_form_of_a_projection_and_one_with_modulations_of_each_row_have_rows_of_their_own(monkeypatch):
+    timed = {"norm": "layer", "form": "gated", "rows": 8, "cols": 8, "candidate": "ours", "median_us": 1, "date": "1"}
+    timed |= {"x_dtype": "bfloat16", "direction": "forward", "times_floor": 1.0}
+    records = [timed, timed | {"packed": True}, timed | {"samples": 2}, timed | {"samples": 8}]
+    monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records)
+    titles = [row.split("|")[1].strip() for row in neighbours.forms("NVIDIA H200").splitlines()[2:]]
+    assert titles == ["LayerNorm gated", "LayerNorm gated, packed", "LayerNorm gated, each row its own"]
+
+
 def test_a_form_in_another_dtype_has_a_row_of_its_own(monkeypatch):
     timed = {"norm": "layer", "form": "gated", "rows": 8, "cols": 8, "candidate": "ours", "median_us": 1, "date": "1"}
     records = [
