@@ -71,6 +71,7 @@ class FormCase:
     modulation_dtype: torch.dtype = torch.bfloat16
     group_size: int | None = None  # of norms with a gate
     packed: bool = False  # x, the gate and as many other columns are those of one projection
+    table: int = 0  # rows of the tables that modulations are, with an index; 0: they are no tables
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -78,6 +79,7 @@ class FormCase:
         of_samples = {"samples": self.samples, "modulation_dtype": dtype_name(self.modulation_dtype)}
         of_groups = {"group_size": self.group_size} if self.group_size else {}
         of_groups |= {"packed": True} if self.packed else {}
+        of_groups |= {"table": self.table} if self.table else {}
         return (of_samples if self.modulations else {}) | of_groups | {
             "norm": self.norm,
             "form": self.form,
@@ -119,13 +121,17 @@ class FormCase:
         dtypes = dict.fromkeys(self.rows_in[1:], self.residual_dtype)
         dtypes |= dict.fromkeys(self.modulations, self.modulation_dtype)
         rows = (self.samples, self.rows // self.samples, self.cols) if self.modulations else (self.rows, self.cols)
-        shapes = dict.fromkeys(self.rows_in, rows) | dict.fromkeys(self.modulations, (self.samples, 1, self.cols))
+        of_modulation = (self.table, self.cols) if self.table else (self.samples, 1, self.cols)
+        shapes = dict.fromkeys(self.rows_in, rows) | dict.fromkeys(self.modulations, of_modulation)
         shapes["projection"] = self.rows, 3 * self.cols
         made = {}
         for name in self.names:
             shape = shapes.get(name, (self.cols,))
             made[name] = torch.randn(shape, generator=generator, device=device, dtype=dtypes.get(name, self.dtype))
-        return {name: each.requires_grad_() for name, each in made.items()}
+        given = {name: each.requires_grad_() for name, each in made.items()}
+        if self.table:
+            given["index"] = torch.randint(self.table, rows[:-1], generator=generator, device=device)
+        return given
 
 
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -145,6 +151,9 @@ def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     """As models write it."""
+    if case.table:
+        rows = {name: given[name][given["index"]] for name in case.modulations}
+        return written(replace(case, table=0), given | rows)
     if case.packed:
         x, gate, rest = given["projection"].chunk(3, -1)
         return *written(replace(case, packed=False), given | {"x": x, "gate": gate}), rest
@@ -213,7 +222,7 @@ def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Cand
     if case.form == "affine":
         found["plain"] = plain
     peers = FLA if "gate" in case.rows_in and not (case.weight_offset or case.packed) else {}
-    if case.norm == "rms" and case.form in ("affine", "of_sum", "modulated"):
+    if case.norm == "rms" and case.form in ("affine", "of_sum", "modulated") and not case.table:
         peers = LIGER | (QUACK if case.form != "modulated" else {})
     found |= {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
     return {name: call for name, call in found.items() if name in names}
@@ -267,6 +276,11 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     return {"forward": forward, "backward": backward, "both": lambda: (forward(), backward())}
 
 
+def leaves_of(given: dict[str, Tensor]) -> list[Tensor]:
+    """All but an index."""
+    return [each for each in given.values() if each.requires_grad]
+
+
 def calls_of(run: Callable[[], Outputs], leaves: list[Tensor], grads: Outputs) -> dict[str, Callable[[], object]]:
     """The calls of a candidate for each direction. A backward alone keeps the graph of its first call, which `capture`
     makes on the stream that it captures."""
@@ -292,7 +306,7 @@ def errors_of(outputs: Outputs, exact: Outputs) -> list[float]:
 def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor], grads: Outputs) -> Outputs:
     """Outputs and gradients."""
     outputs = run(given)
-    found = torch.autograd.grad(outputs, list(given.values()), [g.to(o.dtype) for g, o in zip(grads, outputs)])  # noqa: B905
+    found = torch.autograd.grad(outputs, leaves_of(given), [g.to(o.dtype) for g, o in zip(grads, outputs)])  # noqa: B905
     return (*(each.detach() for each in outputs), *found)
 
 
@@ -301,13 +315,14 @@ def exact_of(case: FormCase, given: dict[str, Tensor], grads: Outputs) -> Output
     x = next(iter(given.values()))
     pieces, dim = -(-x.numel() // PIECE), 0 if case.streamed else x.dim() - 2
     like = [*grads, *(each.detach() for each in given.values())]
-    has_rows = [each.dim() > 1 and each.shape[dim] == x.shape[dim] for each in like]
+    has_rows = [each.dim() > 1 and each.shape[: dim + 1] == x.shape[: dim + 1] for each in like]
     found = []
     for at in range(pieces):
         of_it = [t.tensor_split(pieces, dim)[at] if rows else t for t, rows in zip(like, has_rows, strict=True)]
-        wide = {name: t.double().requires_grad_() for name, t in zip(given, of_it[len(grads) :], strict=True)}
+        wide = dict(zip(given, of_it[len(grads) :], strict=True))
+        wide |= {name: t.double().requires_grad_() for name, t in wide.items() if t.is_floating_point()}
         found.append(all_of(lambda each: written(case, each), wide, tuple(of_it[: len(grads)])))
-    joined = zip(zip(*found, strict=True), has_rows, strict=True)
+    joined = zip(zip(*found, strict=True), has_rows, strict=False)  # the last may be an index
     return tuple(torch.cat(parts, dim) if rows else sum(parts) for parts, rows in joined)
 
 
@@ -321,7 +336,7 @@ def compile_jobs(case: FormCase, names: Collection[str]) -> Iterator[tuple]:
 
 def compile_candidate(case: FormCase, name: str, gradients: bool, part: int) -> None:
     given, call = case.inputs(), candidates(case, [name])[name]
-    ahead.compile_call(lambda: call(case, given), list(given.values()), gradients, part)
+    ahead.compile_call(lambda: call(case, given), leaves_of(given), gradients, part)
 
 
 def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str] = NAMES) -> Iterator[dict]:
@@ -339,7 +354,7 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
         try:
             errors = errors_of(all_of(lambda each, call=call: call(case, each), given, grads), exact)
             excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
-            calls = calls_of(lambda call=call: call(case, given), list(given.values()), grads)
+            calls = calls_of(lambda call=call: call(case, given), leaves_of(given), grads)
         except Exception as error:  # of a peer: the others go on
             if name == "ours":
                 raise
@@ -370,7 +385,8 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
         of_samples = itertools.product(samples, dtypes) if case.modulations else [(1, dtype)]
         packed = options.packed and form in ("of_gated", "times_gate")
         for size, (samples, of_modulations) in itertools.product(of_groups, of_samples):
-            yield replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations, packed=packed)
+            made = replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations, packed=packed)
+            yield replace(made, table=options.table if form.endswith("modulated") else 0)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -386,6 +402,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, nargs="+", default=[4], help=text)
     text = "of scale, shift and gate (default: that of x)"
     parser.add_argument("--modulation-dtype", nargs="+", choices=DTYPES, help=text)
+    text = "modulated forms have tables of so many rows, and a random index (default: no tables)"
+    parser.add_argument("--table", type=int, default=0, help=text)
     text = "columns of a group, of norms with a gate (default: a row)"
     parser.add_argument("--group-size", type=int, nargs="+", default=[None], help=text)
     text = "x and gate of norms with a gate are a third each of a projection, whose gradient is one"
