@@ -4,9 +4,10 @@ Prints tokens/s and memory, and draws loss curves.
     python -m examples.train_forms --model pre       Llama's blocks: the residual is added before the norm
     python -m examples.train_forms --model post      Gemma 2's: a second norm behind each layer, then the residual
     python -m examples.train_forms --model gated     BitNet's: as pre, and the MLP normalizes its gated activations
+    python -m examples.train_forms --layer-norm --bf16    LayerNorm; layers in bfloat16, beside a float32 stream
 
-All weights are stored minus 1, as Gemma's are. On a CPU our functionals call ATen, so that both ways compute the same,
-and the curves coincide.
+All weights are stored minus 1, as Gemma's are, and x_hat is rounded to the dtype of x before them. On a CPU our
+functionals call ATen, so that both ways compute the same, and the curves coincide.
 """
 
 from __future__ import annotations
@@ -36,39 +37,38 @@ class Forms(NamedTuple):
     gated: Callable[..., Tensor]  # norm of x * silu(gate), of (gate and x side by side, weight)
 
 
-def written_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], 1 + weight, EPS)
+def written(norm: str) -> Forms:
+    normalize = {"rms": F.rms_norm, "layer": F.layer_norm}[norm]
+
+    def norm_of(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        x_hat = normalize(x.float(), x.shape[-1:], eps=EPS).to(dtype or x.dtype)
+        return x_hat * (1 + weight)
+
+    def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return norm_of(total, weight, x.dtype), total
+
+    def norm_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        return residual + norm_of(x, weight)
+
+    def gated(packed: Tensor, weight: Tensor) -> Tensor:
+        gate, x = packed.float().chunk(2, -1)
+        return norm_of(x * F.silu(gate), weight, packed.dtype)
+
+    return Forms(norm_of, add_norm, norm_add, gated)
 
 
-def written_add_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x if residual is None else x + residual
-    return written_norm(total, weight), total
+def fused(norm: str) -> Forms:
+    names = f"affine_{norm}_norm", f"add_{norm}_norm", f"{norm}_norm_add", f"{norm}_norm_gated_packed"
+    settings = {"eps": EPS, "weight_offset": 1.0, "rounding": "x_hat"}
+    *functions, packed_norm = (partial(getattr(fusednorm, name), **settings) for name in names)
 
+    def gated(packed: Tensor, weight: Tensor) -> Tensor:
+        half = packed.shape[-1] // 2
+        (y,) = packed_norm(packed, (half, 2 * half), (0, half), weight, norm_before_gate=False)
+        return y
 
-def written_norm_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return residual + written_norm(x, weight)
-
-
-def written_gated(packed: Tensor, weight: Tensor) -> Tensor:
-    gate, x = packed.chunk(2, -1)
-    return written_norm(x * F.silu(gate), weight)
-
-
-def fused_gated(packed: Tensor, weight: Tensor) -> Tensor:
-    half = packed.shape[-1] // 2
-    x, gate = (half, 2 * half), (0, half)
-    (y,) = fusednorm.rms_norm_gated_packed(packed, x, gate, weight, eps=EPS, weight_offset=1.0, norm_before_gate=False)
-    return y
-
-
-WRITTEN = Forms(written_norm, written_add_norm, written_norm_add, written_gated)
-FUSED = Forms(
-    *(
-        partial(function, eps=EPS, weight_offset=1.0)
-        for function in (fusednorm.affine_rms_norm, fusednorm.add_rms_norm, fusednorm.rms_norm_add)
-    ),
-    fused_gated,
-)
+    return Forms(*functions, gated)
 
 
 class PreNorm(nn.Module):
@@ -134,12 +134,13 @@ class Model(nn.Module):
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("train_forms", __doc__, given, models=tuple(BLOCKS))
+    asked = arguments("train_forms", __doc__, given, models=tuple(BLOCKS), switches=("layer-norm", "bf16"))
     device, size = only_process()
-    runs = {}
-    for label, forms in {"written out": WRITTEN, "fusednorm": FUSED}.items():
+    norm, runs = "layer" if asked.layer_norm else "rms", {}
+    for label, forms in {"written out": written(norm), "fusednorm": fused(norm)}.items():
         torch.manual_seed(0)
         model = Model(asked.model, size, forms).to(device)
+        model.forward = torch.autocast(device.type, torch.bfloat16, enabled=asked.bf16)(model.forward)
         runs[label] = train(model, batches(help_text(), size), asked.steps)
     print(f"{asked.model}, {size.tokens} tokens a step")
     report(runs, size.tokens, asked.out / f"train_forms_{asked.model}.png")

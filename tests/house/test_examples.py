@@ -88,9 +88,10 @@ def test_train_gpt_trains_on_both_kinds_of_norms_and_draws(model, ours, asked, t
     assert [type(each.norm) is ours for each in trained] == [False, True]
 
 
+@pytest.mark.parametrize("switches", [[], ["--layer-norm", "--bf16"]], ids=["rms", "layer"])
 @pytest.mark.parametrize("model", train_forms.BLOCKS)
-def test_train_forms_trains_on_both_ways_of_writing_norms_and_draws(model, asked, tmp_path, capsys):
-    train_forms.main(["--model", model, *asked])
+def test_train_forms_trains_on_both_ways_of_writing_norms_and_draws(model, switches, asked, tmp_path, capsys):
+    train_forms.main(["--model", model, *switches, *asked])
     assert_they_learned_alike(capsys.readouterr().out, tmp_path / f"train_forms_{model}.png")
 
 
