@@ -36,7 +36,7 @@ from .functional import (  # noqa: E402
     rms_norm_add,
     rms_norm_gated,
 )
-from .heads.explanation import explain_qk_norm  # noqa: E402
+from .heads.explanation import explain_qk_norm, explain_qk_norm_packed  # noqa: E402
 from .heads.functional import qk_norm, qk_norm_packed  # noqa: E402
 from .heads.modules import QKNorm  # noqa: E402
 from .modules import (  # noqa: E402
@@ -66,9 +66,10 @@ __all__ = [
     "AdaLayerNorm", "AdaRMSNorm", "AddLayerNorm", "AddRMSNorm", "AffineLayerNorm", "AffineRMSNorm", "LayerNorm",
     "LayerNormAdd", "LayerNormGated", "LayerNormFunction", "QKNorm", "RMSNorm", "RMSNormAdd", "RMSNormGated",
     "RMSNormFunction", "ada_layer_norm", "ada_rms_norm", "add_layer_norm", "add_rms_norm", "affine_layer_norm",
-    "affine_rms_norm", "batch_invariant", "column_sum", "explain", "explain_column_sum", "explain_qk_norm", "force",
-    "functional", "layer_norm_add", "layer_norm_gated", "layer_norm_gated_packed", "layers", "qk_norm",
-    "qk_norm_packed", "rms_norm_add", "rms_norm_gated", "rms_norm_gated_packed", "sm_margin", "warmup",
+    "affine_rms_norm", "batch_invariant", "column_sum", "explain", "explain_column_sum", "explain_qk_norm",
+    "explain_qk_norm_packed", "force", "functional", "layer_norm_add", "layer_norm_gated", "layer_norm_gated_packed",
+    "layers", "qk_norm", "qk_norm_packed", "rms_norm_add", "rms_norm_gated", "rms_norm_gated_packed", "sm_margin",
+    "warmup",
 ]  # fmt: skip
 
 # Imported on first use: integrations rely on private names of PyTorch, and the rest must work where these are gone.

@@ -1,4 +1,4 @@
-"""explain_qk_norm: what a qk_norm runs, and why."""
+"""explain_qk_norm and explain_qk_norm_packed: what qk_norm and qk_norm_packed run, and why."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..host.kernel_devices import runs_kernels
 from ..operands import Operands
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
+from ..problem.validation import require_strided
 from . import functional
 from .call import both_ways, calls_of, in_place
 from .plan import HeadPlan, ctas_of, plans_of
-from .problem import heads_of, validate
+from .problem import Packing, heads_of, packing_of, validate
 
 NAMES, WAYS = ("q", "k"), ("forward", "backward")
 OF_Q = {"x": "q", "weight": "q_weight", "bias": "q_bias", "grad_out": "grad_q"}  # among operands' names
@@ -59,24 +60,49 @@ def explain_qk_norm(
     `device`, such as fusednorm.planner.device.H200, replaces the tensors' own device. Nothing is copied or launched.
     Gradients of outputs are taken to be contiguous. Raises qk_norm's errors.
     """
-    operands = functional.operands(q, k, *arguments, **named)
+    return _explained("explain_qk_norm", functional.operands(q, k, *arguments, **named), device)
+
+
+def explain_qk_norm_packed(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    *arguments: Any,
+    grouped: bool = False,
+    rotary: functional.Rotary | None = None,
+    device: DeviceSpec | None = None,
+    **named: Any,
+) -> HeadExplanation:
+    """Explain how fusednorm.qk_norm_packed with these arguments runs, as explain_qk_norm does."""
+    op, packing = "explain_qk_norm_packed", Packing(heads, kv_heads, grouped)
+    require_strided(op, "qkv", qkv)
+    packing.check(op, qkv)
+    q, k, _ = packing.split(qkv)
+    cos, sin = functional.packed_tables(op, rotary, qkv.dim() + 1, grouped)
+    operands = functional.operands(q, k, *arguments, **named)._replace(cos=cos, sin=sin)
+    return _explained(op, operands, device, qkv, packing)
+
+
+def _explained(op: str, operands: Operands, device: DeviceSpec | None, *packed: Any) -> HeadExplanation:
+    """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
     reason = None
-    if functional.spans_heads(operands):
+    if not packed and functional.spans_heads(operands):
         reason = "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation"
     else:
-        validate("explain_qk_norm", heads_of(operands))
-        if device is None and not runs_kernels(q):
-            reason = f"the tensors are on {q.device}, where ATen's kernels run"
+        validate(op, heads_of(operands))
+        if device is None and not runs_kernels(operands.x):
+            reason = f"the tensors are on {operands.x.device}, where ATen's kernels run"
     if reason:
         return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in WAYS))
-    spec = device or gpus.spec_of(q.device)
-    return HeadExplanation(spec, tuple(_launches(operands, spec)))
+    spec = device or gpus.spec_of(operands.x.device)
+    return HeadExplanation(spec, tuple(_launches(both_ways(operands, *packed), spec)))
 
 
-def _launches(operands: Operands, spec: DeviceSpec) -> Iterator[HeadLaunch]:
-    for way, given in zip(WAYS, both_ways(operands), strict=True):
+def _launches(ways: tuple[Operands, Operands], spec: DeviceSpec) -> Iterator[HeadLaunch]:
+    for way, given in zip(WAYS, ways, strict=True):
         readable, copied = in_place(given)
+        of_q = OF_Q | ({"x": "qkv"} if packing_of(given) else {})
         for call, plan in plans_of(calls_of(readable), spec):
             names = NAMES if call is None else tuple(side.name for side in call.sides)
             ctas = () if isinstance(plan, ReferencePlan) else ctas_of(plan, call.problem, call.rows, spec)
-            yield HeadLaunch(way, names, plan, ctas, tuple(OF_Q.get(name, name) for name in copied))
+            yield HeadLaunch(way, names, plan, ctas, tuple(of_q.get(name, name) for name in copied))

@@ -139,9 +139,7 @@ def qk_norm_packed(
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
     require_strided(op, "qkv", qkv)
     cols = packing.check(op, qkv)
-    cos, sin = _tables(op, rotary, qkv.dim() + 1, -2)
-    if grouped and cos is not None:
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped)
     of_q, of_k, of_v = packing.counts
     ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, eps, *settings)
     made = native.y_of_parts(FORWARD, packing.sizes(cols), ranges, packing, arguments)
@@ -214,6 +212,12 @@ def _tables(op: str, rotary: Rotary | None, ndim: int, heads_dim: int) -> tuple[
     if not (isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         raise TypeError(f"{op}: rotary must be a pair of tensors, cos and sin, got {type(rotary).__name__}")
     return _with_heads(cos, ndim, heads_dim), _with_heads(sin, ndim, heads_dim)
+
+
+def packed_tables(op: str, rotary: Rotary | None, ndim: int, grouped: bool) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin with a dim for the heads and, if grouped, one for the groups."""
+    cos, sin = _tables(op, rotary, ndim, -2)
+    return (cos.unsqueeze(-2), sin.unsqueeze(-2)) if grouped and cos is not None else (cos, sin)
 
 
 def _with_heads(table: Tensor, ndim: int, heads_dim: int) -> Tensor:

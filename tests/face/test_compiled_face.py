@@ -14,7 +14,8 @@ from fusednorm import force
 from fusednorm.host.kernel_devices import kernels_on
 
 COLS, HEAD = 24, 16
-NO_CALLS = "batch_invariant explain explain_column_sum explain_qk_norm functional layers sm_margin warmup"
+EXPLAIN = "explain explain_column_sum explain_qk_norm explain_qk_norm_packed"
+NO_CALLS = f"batch_invariant {EXPLAIN} functional layers sm_margin warmup"
 
 
 def made(*shape: int) -> Tensor:

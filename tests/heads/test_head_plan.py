@@ -114,6 +114,19 @@ def test_usual_layouts_are_read_in_place(layout):
     assert all(isinstance(each.plan, HeadPlan) for each in explained.launches)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_packed_tensor_is_read_and_its_gradient_written_in_place(grouped):
+    qkv, weight, tables = empty(B, S, 12 * D), empty(D), (empty(S, D), empty(S, D))
+    settings = {"rotary": tables, "grouped": grouped, "device": H200}
+    explained = fusednorm.explain_qk_norm_packed(qkv, *HEADS, weight, weight, 1e-6, **settings)
+    assert [(each.tensors, each.copied) for each in explained.launches] == [(("q", "k"), ())] * 2
+    other = fusednorm.explain_qk_norm_packed(qkv.mT.contiguous().mT, *HEADS, **settings)
+    assert [each.copied for each in other.launches] == [("q", "k"), ("qkv",)]
+    with pytest.raises(RuntimeError, match="^explain_qk_norm_packed: qkv must end in a multiple of 12 columns, got"):
+        fusednorm.explain_qk_norm_packed(qkv[..., 1:], *HEADS, device=H200)
+    assert "tensors are on cpu" in str(fusednorm.explain_qk_norm_packed(torch.empty(S, 12 * D), *HEADS))
+
+
 def test_an_explanation_tells_what_atens_operations_do():
     case = HeadCase(dtype=BF16)
     given = case.tensors()

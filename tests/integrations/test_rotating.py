@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import attention_classes
 import hf_models
 import pytest
 import torch
@@ -281,6 +282,11 @@ def test_qwen3_trains_as_the_stock_model(dtype, ran):
     hf_models.assert_as_good_as_stock(ours, stock, exact, dtype)
     counts = [log.names.count(f"fusednorm.head_norm_{way}.default") for way in ("fwd", "bwd")]
     assert counts == [2, 2] and log.names.count("fusednorm.rms_norm_fwd_affine.default") == 5
+
+
+def test_attentions_of_transformers_are_counted():
+    found = attention_classes.found_in(["qwen3", "gemma3", "olmo2"])
+    assert found == {"Qwen3Attention": True, "Gemma3Attention": True, "Olmo2Attention": False}
 
 
 def test_without_rotary_every_norm_runs_by_itself(ran):
