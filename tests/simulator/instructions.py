@@ -18,6 +18,7 @@ INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
 FUNCTIONS = [
     ("add", rf"add\.({INTEGER})|add(?:\.rn)?\.({REAL})", "K K K"),
     ("add", r"add(?:\.rn)?\.(bf16|f16)", "K K K"),  # in float32, rounded once more, which is exact (2 * 11 + 2 bits)
+    ("fma", r"fma\.rn\.(bf16)", "K K K K"),  # the same for sm_80, which adds a number times 1
     ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
     ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
     ("divide", r"div\.rn\.(f32|f64)", "K K K"),

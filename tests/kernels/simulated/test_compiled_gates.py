@@ -19,31 +19,33 @@ BACKWARD = {"multi_wave": [PORTABLE[0], PORTABLE[6]], "pipelined": PIPELINED[3:]
 BACKWARD["async_copy"] = [PIPELINED[1], PIPELINED[6], PIPELINED[7]]
 FORWARD = {"multi_wave": [PORTABLE[5]], "pipelined": [PIPELINED[0], PIPELINED[3], PIPELINED[5]]}
 FORWARD["async_copy"] = [PIPELINED[3], PIPELINED[5]]
+OTHERS = {"A100": "async_copy", "B200": "warp_specialized", "RTX 5090": "pipelined"}
 
 
-def cases(by_variant: dict) -> list:
-    return [(variant, gated) for variant, each in by_variant.items() for gated in each]
+def cases(by_variant: dict, elsewhere: Gated) -> list:
+    found = [("H200", variant, gated) for variant, each in by_variant.items() for gated in each]
+    return found + [(device, variant, elsewhere) for device, variant in OTHERS.items()]
 
 
-def outputs_of(call, sms: int, plan=None):
+def outputs_of(call, sms: int, plan=None, device: str = "H200"):
     from fusednorm.host import launch
 
-    with simulated("H200", sms) as simulation:
+    with simulated(device, sms) as simulation:
         prepared = launch.on_tensors(call, plan)
         simulation.hand_over(prepared.launches)
     return prepared.outputs
 
 
-@pytest.mark.parametrize("variant, gated", cases(BACKWARD), ids=str)
-def test_gated_backwards_give_the_gradients_of_autograd_in_float64(variant, gated):
+@pytest.mark.parametrize("device, variant, gated", cases(BACKWARD, SPECIALIZED[0]), ids=str)
+def test_gated_backwards_give_the_gradients_of_autograd_in_float64(device, variant, gated):
     with fusednorm.force(variant):
-        gated.check_backward(outputs_of(gated.backward, 8 if gated.cols > 8192 else 2))
+        gated.check_backward(outputs_of(gated.backward, 8 if gated.cols > 8192 else 2, device=device))
 
 
-@pytest.mark.parametrize("variant, gated", cases(FORWARD), ids=str)
-def test_gated_forwards_give_the_oracles_numbers(variant, gated):
+@pytest.mark.parametrize("device, variant, gated", cases(FORWARD, PIPELINED[0]), ids=str)
+def test_gated_forwards_give_the_oracles_numbers(device, variant, gated):
     with fusednorm.force(variant):
-        gated.check_forward(outputs_of(gated.forward, 2))
+        gated.check_forward(outputs_of(gated.forward, 2, device=device))
 
 
 @pytest.mark.parametrize("gated", IN_BOTH_WAYS, ids=str)

@@ -14,14 +14,20 @@ from fusednorm.planner import choice
 
 SOME_PORTABLE = [PORTABLE[4], PORTABLE[6]]
 BY_VARIANT = {"multi_wave": SOME_PORTABLE, "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
-CASES = [(variant, steps) for variant, cases in BY_VARIANT.items() for steps in cases]
+CASES = [("H200", variant, steps) for variant, cases in BY_VARIANT.items() for steps in cases]
+CASES += [
+    ("A100", "multi_wave", PORTABLE[4]),
+    ("A100", "async_copy", PIPELINED[0]),
+    ("B200", "pipelined", PIPELINED[1]),
+    ("RTX 5090", "pipelined", PIPELINED[0]),
+]
 
 
-@pytest.mark.parametrize("variant, steps", CASES, ids=str)
-def test_steps_before_and_after_a_norm_give_the_oracles_numbers(variant, steps):
+@pytest.mark.parametrize("device, variant, steps", CASES, ids=str)
+def test_steps_before_and_after_a_norm_give_the_oracles_numbers(device, variant, steps):
     from fusednorm.host import launch
 
-    with fusednorm.force(variant), simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
+    with fusednorm.force(variant), simulated(device, 8 if steps.cols > 8192 else 2) as simulation:
         prepared = launch.on_tensors(steps.call)
         simulation.hand_over(prepared.launches)
     steps.check(prepared.outputs)

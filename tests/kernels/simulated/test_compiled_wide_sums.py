@@ -9,14 +9,16 @@ from wide_sums import PIPELINED, PORTABLE, SPECIALIZED
 import fusednorm
 
 BY_VARIANT = {"multi_wave": PORTABLE[:1], "pipelined": PIPELINED, "warp_specialized": SPECIALIZED}
-CASES = [(variant, case) for variant, cases in BY_VARIANT.items() for case in cases]
+CASES = [("H200", variant, case) for variant, cases in BY_VARIANT.items() for case in cases]
+CASES += [("A100", "multi_wave", PORTABLE[0]), ("B200", "warp_specialized", SPECIALIZED[0])]
+CASES += [("RTX 5090", "pipelined", PIPELINED[0])]
 
 
-@pytest.mark.parametrize("variant, case", CASES, ids=str)
-def test_one_backward_writes_the_gradient_in_both_dtypes(variant, case):
+@pytest.mark.parametrize("device, variant, case", CASES, ids=str)
+def test_one_backward_writes_the_gradient_in_both_dtypes(device, variant, case):
     from fusednorm.host import launch
 
-    with fusednorm.force(variant), simulated("H200", 8 if case.cols > 8192 else 2) as simulation:
+    with fusednorm.force(variant), simulated(device, 8 if case.cols > 8192 else 2) as simulation:
         prepared = launch.on_tensors(case.call)
         simulation.hand_over(prepared.launches)
     case.check(prepared.outputs)
