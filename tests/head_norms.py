@@ -175,6 +175,12 @@ def complaints(case: HeadCase, arch: int) -> list[str]:
     return found
 
 
+def builds_of(cases: list[HeadCase], arch: int) -> list[list[str]]:
+    from fusednorm.tools.compilation import build_key
+
+    return [[build_key(launch, arch) for _, launch in launches_of(case, arch)] for case in cases]
+
+
 def shared_bytes_of_forward(case: HeadCase, arch: int) -> int:
     from bench.resources import resources
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compiling import InParallel
-from head_norms import BF16, FP32, OF_MODELS, HeadCase, calls_of, complaints, shared_bytes_of_forward
+from head_norms import BF16, FP32, OF_MODELS, HeadCase, builds_of, calls_of, complaints, shared_bytes_of_forward
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
 import fusednorm
@@ -148,6 +148,12 @@ def compiled(workers):
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-sm_{job[1]}")
 def test_kernels_compile_within_their_plans_without_spills(compiled, job):
     assert compiled[job].result() == []
+
+
+@pytest.mark.parametrize("case", OF_MODELS, ids=str)
+def test_a_call_of_few_tokens_has_the_kernels_of_later_ones(workers, case):
+    few, many = workers.submit(builds_of, [replace(case, tokens=tokens) for tokens in (2, 4099)], 90).result()
+    assert few == many
 
 
 @pytest.mark.parametrize("more", [{"cols": 1}, {"cols": 1, "norm": "layer"}, {"cols": 2, "rotary": 2}], ids=str)
