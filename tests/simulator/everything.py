@@ -2,9 +2,9 @@
 
     make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
-The oldest and the newest Triton release compile the whole product; the releases take the random problems in turn. Each
-problem runs in one order of events, with its number as the seed. A run that was stopped continues where it stopped; a
-change of the source starts again from nothing. Exit code 1 if any problem fails.
+The oldest and the newest Triton release compile the whole product; the releases take the random problems, of which a
+fifth have forms, in turn. Each problem runs in one order of events, with its number as the seed. A run that was stopped
+continues where it stopped; a change of the source starts again from nothing. Exit code 1 if any problem fails.
 """
 
 from __future__ import annotations
@@ -18,28 +18,35 @@ from pathlib import Path
 from typing import NamedTuple
 
 import versions
-from cases import BF16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
+from cases import BF16, FP16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
 from column_sums import Sums
 from devices import named
+from gated import FORMS as GATED
+from gated import Gated
+from modulations import ALL as OF_ALL
+from modulations import SAMPLE, TOKEN, Modulated
 from planning import make_problem
+from steps import FORMS, Steps
 from tqdm import tqdm
+from wide_sums import WideSum
 
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.plan import VARIANTS
 from fusednorm.tools.explanation import DTYPES
 
-from .problems import ALL, DX_ONLY, NO_DX, Problem, SumProblem
+from .problems import ALL, DX_ONLY, NO_DX, FormProblem, Problem, SumProblem
 
 SOURCES = ("kernels/*.py", "fusednorm/*.py", "tests/simulator/*.py")
 WORK = "from simulator import everything; raise SystemExit(everything.work({!r}, {!r}))"
 WIDTHS = (64, 200, 512, 1000, 1032, 1987, 5120, 12288)
 NAMES = {dtype: name for name, dtype in DTYPES.items()} | {None: "none"}
+WAYS = "forward", "backward"
 MOST_ELEMENTS, MOST_COLUMNS_WITH_SUMS = 40_000, 2048
 
 
 class Job(NamedTuple):
     number: int
-    problem: Problem | SumProblem
+    problem: Problem | FormProblem | SumProblem
 
     def __str__(self) -> str:
         return f"{self.number} {self.problem}"
@@ -75,7 +82,7 @@ def sized(draw: random.Random, direction: str, variant: str, norm: str, cols: in
 def product(first: int, step: int) -> list[Job]:
     """All variants, directions, norms, mixes of dtypes, widths and devices, but only one mix for sm_120. The number of
     rows and the wanted gradients are drawn at random. Only every step-th problem from the first on is kept."""
-    axes = (("forward", "backward"), VARIANTS[:-1], ("layer", "rms"), WIDTHS)
+    axes = (WAYS, VARIANTS[:-1], ("layer", "rms"), WIDTHS)
     most = itertools.product(SAME_DTYPES + MIXED_DTYPES, *axes, ("H200", "B200"))
     whole = enumerate(itertools.chain(most, itertools.product(((BF16, BF16, BF16),), *axes, ("RTX 5090",))))
     found = []
@@ -85,16 +92,38 @@ def product(first: int, step: int) -> list[Job]:
     return found
 
 
-def drawn(number: int) -> Problem | SumProblem:
+def formed(draw: random.Random) -> FormProblem:
+    """A norm with a form, of rows that are enough to tell roundings by, for a variant that has its kernels."""
+    while True:
+        norm, rows, cols = draw.choice(("layer", "rms")), draw.randint(8, 60), 8 * draw.randint(8, 160)
+        dtype, other, direction = draw.choice((BF16, FP16)), draw.choice((BF16, FP32)), draw.choice(WAYS)
+        shift, gate, added = draw.choice((None, SAMPLE, OF_ALL)), draw.choice((None, SAMPLE, TOKEN)), (None, other)
+        case = draw.choice((
+            Steps(norm, draw.choice(FORMS), rows, cols, dtype, draw.choice((None, FP32)), other, other),
+            WideSum(norm, rows, cols, dtype, has_residual_grad=draw.random() < 0.5),
+            Gated(norm, draw.choice(GATED), rows, cols, dtype, FP32, other),
+            Modulated(norm, 2, rows // 2, cols, SAMPLE, shift, gate, dtype, other, draw.choice(added)),
+        ))  # fmt: skip
+        if not isinstance(case, Gated):
+            direction = "forward" if isinstance(case, Steps) else "backward"
+        device, sms = draw.choice(("A100", "H200", "B200", "RTX 5090")), draw.randint(2, 3)
+        problem = FormProblem(case, draw.choice(VARIANTS[:-1]), direction, device, sms)
+        if candidates(problem.variant, problem.call.problem, named(device, sms)):
+            return problem
+
+
+def drawn(number: int) -> Problem | FormProblem | SumProblem:
     """A random problem, which its number determines."""
     draw = random.Random(number)
+    if draw.random() < 0.2:
+        return formed(draw)
     device = draw.choice(("H200", "B200"))
     if draw.random() < 0.1:
         dtype, count = draw.choice((BF16, FP32)), draw.choice((1, 2, 5, 9))
         sums = Sums(draw.randint(1, 300), 8 * draw.randint(1, 60), count, dtype, draw.random() < 0.5)
         return SumProblem(sums, draw.choice(("ring", "portable", None)), device, draw.randint(1, 4))
     while True:
-        direction, cols = draw.choice(("forward", "backward")), 4 * draw.choice((1, 2, 8)) * draw.randint(1, 300)
+        direction, cols = draw.choice(WAYS), 4 * draw.choice((1, 2, 8)) * draw.randint(1, 300)
         more = {"mix": draw.choice(SAME_DTYPES + MIXED_DTYPES), "device": device}
         if cols <= MOST_COLUMNS_WITH_SUMS and draw.random() < 0.3:
             more["layout"] = draw.choice([name for name in LAYOUTS if "element" not in name])

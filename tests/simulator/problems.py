@@ -1,9 +1,10 @@
-"""Small norms and column sums to simulate, each with the device that it is planned for."""
+"""Small norms, with forms or without, and column sums to simulate, each with the device that it is planned for."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -127,6 +128,36 @@ class SumProblem:
 
     def check(self, outputs: list[Tensor]) -> None:
         assert_sums_close(outputs, self.sums.inputs(), self.sums.total)
+
+
+@dataclass(frozen=True)
+class FormProblem:
+    """A direction of a norm with a form by one variant. `case` is one of steps.py, gated.py, modulations.py or
+    wide_sums.py."""
+
+    case: Any
+    variant: str
+    direction: str  # all cases but a norm with a gate have one
+    device: str = "H200"
+    sms: int = 2
+
+    def __str__(self) -> str:
+        return f"{type(self.case).__name__}-{self.variant}-{self.direction}-{self.case}-{self.device}"
+
+    @property
+    def call(self) -> Any:
+        return self.case.call if hasattr(self.case, "call") else getattr(self.case, self.direction)
+
+    def simulate(self, **how) -> tuple[Any, Simulation]:
+        from fusednorm.host import launch
+
+        with fusednorm.force(self.variant), simulated(self.device, self.sms, **how) as simulation:
+            prepared = launch.on_tensors(self.call)
+            simulation.hand_over(prepared.launches)
+        return prepared.outputs, simulation
+
+    def check(self, outputs: Any) -> None:
+        (self.case.check if hasattr(self.case, "check") else getattr(self.case, f"check_{self.direction}"))(outputs)
 
 
 def bits(outputs) -> dict:
