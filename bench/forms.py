@@ -3,6 +3,7 @@
     python -m bench.forms --shapes 16384x4096 8192x8192 --forms of_sum --residual-dtype fp32
     python -m bench.forms --shapes 18432x3072 65536x1152 --forms modulated of_sum_modulated --samples 4 16
     python -m bench.forms --shapes 32768x1024 --forms times_gate --packed
+    python -m bench.forms --shapes 16384x4096 --forms affine --rounding x_hat
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import fusednorm
+from fusednorm.forms import ROUNDINGS
 from fusednorm.operands import FORMS, OPS, Role, Slot
 from fusednorm.tools.console import print_table
 
@@ -71,6 +73,7 @@ class FormCase:
     modulation_dtype: torch.dtype = torch.bfloat16
     group_size: int | None = None  # of norms with a gate
     packed: bool = False  # x, the gate and as many other columns are those of one projection
+    rounding: str = "once"
     table: int = 0  # rows of the tables that modulations are, with an index; 0: they are no tables
 
     @property
@@ -80,6 +83,7 @@ class FormCase:
         of_groups = {"group_size": self.group_size} if self.group_size else {}
         of_groups |= {"packed": True} if self.packed else {}
         of_groups |= {"table": self.table} if self.table else {}
+        of_groups |= {"rounding": self.rounding} if self.rounding != "once" else {}
         return (of_samples if self.modulations else {}) | of_groups | {
             "norm": self.norm,
             "form": self.form,
@@ -137,7 +141,7 @@ class FormCase:
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"] + ("_packed" if case.packed else ""))
     settings = SETTINGS.get(case.form, {}) | ({"group_size": case.group_size} if case.group_size else {})
-    settings |= {"eps": EPS, "weight_offset": case.weight_offset}
+    settings |= {"eps": EPS, "weight_offset": case.weight_offset, "rounding": case.rounding}
     if case.packed:
         projection, *parameters = given.values()
         return function(projection, (0, case.cols), (case.cols, 2 * case.cols), *parameters, **settings)
@@ -168,9 +172,11 @@ def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     u = u.flatten(-2) if case.group_size else u
+    rounded = given["x"].dtype if case.rounding == "x_hat" else u.dtype
+    u = u.to(rounded).to(u.dtype)
     u = u * (case.weight_offset + given["weight"].to(u.dtype)) if "weight" in given else u
     u = u + given["bias"].to(u.dtype) if "bias" in given else u
-    y = (u * factor if case.form == "times_gate" else u).to(given["x"].dtype)
+    y = (u.to(rounded) * factor if case.form == "times_gate" else u).to(given["x"].dtype)
     if "scale" in given:
         y = (y * (1 + given["scale"]) + given["shift"]).to(y.dtype)
     y = y * gate.tanh() if gate is not None and not before else y
@@ -200,9 +206,12 @@ def quack(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 
 def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
-    from fla.modules.norm import fused_norm_gate, layernorm_gated
+    from fla.modules.norm import fused_norm_gate, layernorm, layernorm_gated
 
     x, gate, weight, bias = (given.get(name) for name in ("x", "gate", "weight", "bias"))
+    if case.form == "of_sum":
+        function = getattr(layernorm, f"{case.norm}_norm")
+        return function(x, weight, bias, residual=given["residual"], eps=EPS, prenorm=True)
     if case.form == "of_gated" or case.group_size:
         order, size = case.form == "times_gate", case.group_size
         return (layernorm_gated.layernorm_fn(x, weight, bias, gate, EPS, size, order, case.norm == "rms"),)
@@ -221,9 +230,12 @@ def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Cand
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine":
         found["plain"] = plain
-    peers = FLA if "gate" in case.rows_in and not (case.weight_offset or case.packed) else {}
+    has_gate_or_sum = "gate" in case.rows_in or case.form == "of_sum"
+    peers = FLA if has_gate_or_sum and not (case.weight_offset or case.packed) else {}
     if case.norm == "rms" and case.form in ("affine", "of_sum", "modulated") and not case.table:
-        peers = LIGER | (QUACK if case.form != "modulated" else {})
+        peers = LIGER | peers | (QUACK if case.form != "modulated" else {})
+    if case.rounding != "once":
+        peers = {name: call for name, call in peers.items() if name in LIGER}
     found |= {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
     return {name: call for name, call in found.items() if name in names}
 
@@ -329,7 +341,7 @@ def exact_of(case: FormCase, given: dict[str, Tensor], grads: Outputs) -> Output
 def compile_jobs(case: FormCase, names: Collection[str]) -> Iterator[tuple]:
     """What `ahead.in_turn` runs for a case: of each candidate whose kernels lie in a cache."""
     for name in candidates(case, [name for name in names if name not in ("eager", "quack")]):
-        autotuned = name == "fla" and case.form == "times_gate" and not case.group_size
+        autotuned = name == "fla" and case.form in ("times_gate", "of_sum") and not case.group_size
         parts = range(ahead.PARTS if autotuned else 1)
         yield from ((compile_candidate, case, name, *of) for of in itertools.product((False, True), parts))
 
@@ -379,7 +391,7 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
     dtypes = [DTYPES[name] for name in options.modulation_dtype or [options.dtype]]
     for form, norm, shape in itertools.product(options.forms, options.norms, options.shapes):
         offset = options.weight_offset if form == "affine" else 0.0
-        case = FormCase(norm, form, *shape.sizes, dtype, residual, offset)
+        case = FormCase(norm, form, *shape.sizes, dtype, residual, offset, rounding=options.rounding)
         of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
         samples = [each or case.rows for each in options.samples]
         of_samples = itertools.product(samples, dtypes) if case.modulations else [(1, dtype)]
@@ -409,6 +421,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     text = "x and gate of norms with a gate are a third each of a projection, whose gradient is one"
     parser.add_argument("--packed", action="store_true", help=text)
     parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="once", help="default: once")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")
     add_out_argument(parser)

@@ -55,6 +55,7 @@ def variant(record: dict) -> str:
     groups = f", in groups of {record['group_size']}" if record.get("group_size") else ""
     groups += ", packed" if record.get("packed") else ""
     groups += f", tables of {record['table']} rows" if record.get("table") else ""
+    groups += f", {record['rounding']} rounded" if record.get("rounding") else ""
     groups += ", each row its own" if record.get("samples") == record["rows"] else ""
     groups += "" if record["x_dtype"] == "bfloat16" else f", {record['x_dtype']}"
     return groups + "".join(f", {name} in float32" for name in wider if record["x_dtype"] != "float32")
