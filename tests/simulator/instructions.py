@@ -107,10 +107,10 @@ def _to_pairs(t, operands, to):
         t.set(each, "u16", f"to_{to}({t.get(source, 'f32')})")
 
 
-@instruction(r"add\.(bf16|f16)x2")
-def _add_pairs(t, operands, kind):
+@instruction(r"(add|fma)(?:\.rn)?\.(bf16|f16)x2")
+def _compute_pairs(t, operands, function, kind):
     for each, *sources in zip(*map(_halves, operands), strict=True):
-        t.set(each, kind, f"add({', '.join(t.get(source, kind) for source in sources)})")
+        t.set(each, kind, f"{function}({', '.join(t.get(source, kind) for source in sources)})")
 
 
 @instruction(r"cvt(\.rn)?\.([usf](?:8|16|32|64))\.([usf](?:8|16|32|64))")
