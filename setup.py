@@ -43,8 +43,8 @@ setup(
         "demo": ["matplotlib", "numpy", "tqdm"],
         "docs": ["furo", "myst-parser", "sphinx"],
         "integrations": [
-            *("pytest", "accelerate", "addict", "fla-core", "lightning", "megatron-core", "peft", "torchtitan"),
-            *("transformers[kernels]", "trl"),
+            *("pytest", "accelerate", "addict", "diffusers", "fla-core", "lightning", "megatron-core", "peft"),
+            *("torchtitan", "transformers[kernels]", "trl"),
         ],
     },
     classifiers=[

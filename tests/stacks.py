@@ -31,6 +31,7 @@ STACKS = {  # test_NAME.py in tests/stacks/: the packages it needs
     "accelerate": ("accelerate", "transformers"),
     "lightning": ("lightning", "transformers"),
     "fla": ("fla-core", "einops"),
+    "diffusers": ("diffusers",),
 }
 # Packages that pin releases of others, which would take the place of this Python's torch: they go in alone.
 PINNING = ("axolotl",)

@@ -28,7 +28,7 @@ from ..problem.validation import validate
 from . import routing
 from .edits import is_equal, is_shape
 from .paying import reached
-from .written import Written, is_cast_to, kind_of, only_user, reads_any, value_of
+from .written import Written, is_cast_to, kind_of, only_user, read_by, reads_any, value_of
 
 REASON = "one op with what surrounds the norm, which moves each large tensor once"
 SAMPLE = 2, 1024  # samples and their rows, to ask whether there are kernels: any numbers
@@ -76,7 +76,7 @@ class Joined(NamedTuple):
     def gone(self) -> set[Node]:
         """The code that the op replaces."""
         inputs = self.inputs
-        gone = {*reached([self.y], lambda node: () if node in inputs else node.all_input_nodes)} - {*inputs}
+        gone = {*reached([self.y], lambda node: () if node in inputs else read_by(node))} - {*inputs}
         for node in sorted(gone, reverse=True):
             if node not in self.replaced and not gone.issuperset(node.users):
                 gone.remove(node)

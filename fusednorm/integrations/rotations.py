@@ -29,7 +29,7 @@ from ..planner.plan import ReferencePlan
 from . import routing
 from .paying import reached
 from .turns import Turn, find_turn, find_turn_to
-from .written import Written, is_cast_to, is_same, kind_of, only_user, reads_any, uncast, value_of
+from .written import Written, is_cast_to, is_same, kind_of, only_user, read_by, reads_any, uncast, value_of
 
 REASON = "one launch for q, k and their rotations"
 
@@ -144,7 +144,7 @@ def _find(norm: Written) -> Rotated | None:
 
 def _find_before(norm: Written) -> Rotated | None:
     """The rotation whose result is a norm's x, and nothing else's."""
-    inside = {*reached([norm.y], lambda node: () if node in norm.inputs else node.all_input_nodes)}
+    inside = {*reached([norm.y], lambda node: () if node in norm.inputs else read_by(node))}
     whole, is_swapped = _before_swaps(norm.x)
     turned = whole
     while kind_of(turned) == "cast":

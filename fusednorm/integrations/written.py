@@ -144,8 +144,13 @@ def memory_written_in(graph: Graph) -> set[int]:
 def reads_any(memory: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
     """Whether y is computed from its inputs through any of this memory. Where nothing of a graph is written, a tensor
     is the same wherever it is read."""
-    behind = reached(y.all_input_nodes, lambda node: () if node in inputs else node.all_input_nodes)
+    behind = reached(read_by(y), lambda node: () if node in inputs else read_by(node))
     return not memory.isdisjoint(map(_memory_of, behind))
+
+
+def read_by(node: Node) -> list[Node]:
+    """The nodes whose elements it reads: a cast to the dtype of another tensor reads none of that one."""
+    return node.all_input_nodes[: 1 if kind_of(node) == "cast" else None]
 
 
 def _memory_of(node: Node) -> int | None:

@@ -201,6 +201,21 @@ def test_a_number_may_be_added_before_the_norm():
     assert_is_one_op(traced, layer, "")
 
 
+def test_a_cast_to_the_dtype_of_another_tensor_reads_none_of_it():
+    """A former loss, in diffusers' Wan in float32: what was written in place to compute that tensor counted as read."""
+
+    def model(x, residual, scale, shift, gate, weight):
+        written = torch.empty_like(x)
+        written[:] = residual.tanh()
+        h = residual + x.sin().type_as(written)
+        return dit(h, scale, shift, functools.partial(layer, weight=None)), h * written
+
+    traced, given = trace(model, join="modulated"), operands()
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_is_one_op(traced, layer, "of_sum")
+
+
 def test_modulations_may_be_of_tokens_and_of_all_samples():
     def model(x, residual, scale, shift, gate, weight):
         h = residual + x * gate
