@@ -37,10 +37,7 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
 
 
 def at(ranges: Ranges, rows: float) -> Plan:
-    for most, plan in ranges:
-        if rows <= most:
-            return plan
-    raise AssertionError("the last range has no end")
+    return next(plan for most, plan in ranges if rows <= most)  # the last range has no end
 
 
 @functools.cache
