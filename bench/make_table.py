@@ -13,12 +13,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from fusednorm.dtypes import DTYPE_NAMES
 from fusednorm.host import gpus
 from fusednorm.planner import table
-from fusednorm.tools.explanation import DTYPES
 from fusednorm.tools.tune import Cell, widths_of, write, write_table
 
-NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+NAMES = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
 
 
 def cell_of(record: dict) -> Cell:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import hypothesis
 import torch
 
+from fusednorm.dtypes import DTYPES
 from fusednorm.forms import FormSpec
 from fusednorm.host.gpus import with_installed_triton
 from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090, DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import Plan, grid_of
-from fusednorm.tools.explanation import DTYPES
 
 ARCHITECTURES = {spec.arch: with_installed_triton(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
 # Devices whose resources lie between those above, or equal them: only long commands try them, not the tests.

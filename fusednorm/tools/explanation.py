@@ -31,8 +31,6 @@ from ..settings import invariance, margin
 from ..settings.forcing import forced_variant
 from .warm import Wanted, form_named
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
 
 @dataclass(frozen=True)
 class Decision:

@@ -9,13 +9,14 @@ import sys
 
 import torch
 
+from ..dtypes import DTYPES
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..host import gpus
 from ..operands import FORMS
 from ..planner import device
 from ..planner.device import DeviceSpec
 from ..planner.plan import VARIANTS
-from .explanation import DTYPES, explain_problem, samples_of
+from .explanation import explain_problem, samples_of
 from .warm import Wanted, form_named
 
 VARIANT_TEXTS = {

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
 from ..planner import choice, limits, table
@@ -37,7 +38,6 @@ from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, text_of
 from . import console
-from .explanation import DTYPES
 from .warm import Wanted, distinct_builds, program, start_workers, wait_for
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")

@@ -9,8 +9,8 @@ import argparse
 import sys
 import time
 
+from fusednorm.dtypes import DTYPES
 from fusednorm.planner.plan import VARIANTS
-from fusednorm.tools.explanation import DTYPES
 
 from .picture import draw
 from .problems import Problem

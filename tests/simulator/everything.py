@@ -30,16 +30,16 @@ from steps import FORMS, Steps
 from tqdm import tqdm
 from wide_sums import WideSum
 
+from fusednorm.dtypes import DTYPE_NAMES
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.plan import VARIANTS
-from fusednorm.tools.explanation import DTYPES
 
 from .problems import ALL, DX_ONLY, NO_DX, FormProblem, Problem, SumProblem
 
 SOURCES = ("kernels/*.py", "fusednorm/*.py", "tests/simulator/*.py")
 WORK = "from simulator import everything; raise SystemExit(everything.work({!r}, {!r}))"
 WIDTHS = (64, 200, 512, 1000, 1032, 1987, 5120, 12288)
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {None: "none"}
+NAMES = DTYPE_NAMES | {None: "none"}
 WAYS = "forward", "backward"
 MOST_ELEMENTS, MOST_COLUMNS_WITH_SUMS = 40_000, 2048
 
