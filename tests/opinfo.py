@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import fusednorm
 from fusednorm.dtypes import accumulation_dtype
@@ -41,22 +42,58 @@ FORMS = {
         x, torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
     ),
     "of a head": lambda norm, x, **more: of_a_head(norm, x, **more),
+    "of a head, packed": lambda norm, x, **more: of_a_head(norm, x, packed=True, **more),
+    "of a wider sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
+        x, torch.zeros_like(x, dtype=wider(x)), **more
+    )[0].to(x.dtype),
+    "of a narrower sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
+        x, torch.zeros_like(x, dtype=torch.bfloat16), residual_dtype=x.dtype, **more
+    )[0].to(x.dtype),
+    "times a gate, in groups": lambda norm, x, **more: gated(norm, x, True, **more),
+    "of a gated row, in groups": lambda norm, x, **more: gated(norm, x, False, **more),
+    "times a gate, packed": lambda norm, x, **more: gated(norm, x, True, packed=True, **more),
+    "of a gated row, packed": lambda norm, x, **more: gated(norm, x, False, packed=True, **more),
+    "of a column sum": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(
+        fusednorm.column_sum([torch.stack([x, torch.zeros_like(x)]).flatten(1)])[0].view(x.shape), **more
+    ),
 }
+
+
+def wider(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype.itemsize == 2 else torch.float64
+
+
+def gated(norm: str, x: Tensor, before: bool, normalized_shape, packed: bool = False, **more) -> Tensor:
+    """The norm of the first of two groups of columns, whose gate is open."""
+    cols = math.prod(normalized_shape)
+    rows = pad(x.reshape(*x.shape[: x.dim() - len(normalized_shape)], cols), (0, cols))
+    more = {name: pad(each.flatten(), (0, cols)) if isinstance(each, Tensor) else each for name, each in more.items()}
+    more |= {"activation": "sigmoid", "norm_before_gate": before, "group_size": cols}
+    if packed:
+        columns = pad(rows, (2 * cols, 0), value=40.0), (2 * cols, 4 * cols), (0, 2 * cols)
+        y, *_ = getattr(fusednorm, f"{norm}_gated_packed")(*columns, **more)
+    else:
+        y = getattr(fusednorm, f"{norm}_gated")(rows, torch.full_like(rows, 40.0), **more)
+    return y[..., :cols].reshape(x.shape).contiguous()
 
 
 def modulated(norm: str, x: Tensor, **more):
     return getattr(fusednorm, f"ada_{norm}")(x, x.new_zeros(more["normalized_shape"]), **more)
 
 
-def of_a_head(norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None) -> Tensor:
+def of_a_head(
+    norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None, packed: bool = False
+) -> Tensor:
     """The norm of q as qk_norm has it, where every row is the one head of a token, and k has as many."""
     cols = math.prod(normalized_shape)
     q = x.reshape(x.numel() // cols if cols else 0, 1, 1, cols)
     weight, bias = (each if each is None else each.flatten() for each in (weight, bias))
-    kind = norm.removesuffix("_norm")
-    y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, q_bias=bias, norm=kind)
+    more = {"q_bias": bias, "norm": norm.removesuffix("_norm")}
+    if packed:
+        y, *_ = fusednorm.qk_norm_packed(pad(q, (0, 2 * cols)).flatten(1, 2), 1, 1, weight, None, eps, **more)
+    else:
+        y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, **more)
     return y.reshape(x.shape)
-
 
 
 def as_form(form: str, name: str) -> Callable:
@@ -285,10 +322,11 @@ class FormsOnTorchsSamples(OnTorchsSamples):
     ways = dict.fromkeys(FORMS, contextlib.nullcontext)
     test_modules_on_their_own_samples_come_out_right = None  # forms have modules of another signature
 
-    @pytest.mark.parametrize("name", (NAMES[0], NAMES[2]))
+    @pytest.mark.parametrize("name", NAMES)
     def test_samples_come_out_right(self, name, way):
         for sample, stock, exact in answered_samples(name, self.device):
-            assert_right(run(self.function(way, name), sample), exact, stock, sample)
+            got = run(self.function(way, name), sample)  # without statistics
+            assert_right(got, exact, {key: stock[key] for key in got}, sample)
 
 
 def as_ours(name: str, stock: torch.nn.Module) -> torch.nn.Module:
