@@ -21,13 +21,13 @@ from versions import some_problems
 
 from fusednorm.planner import limits, table
 from fusednorm.planner.choice import Ranges, at, choices, decide
-from fusednorm.planner.device import A100, B200, H100, H200, DeviceSpec
+from fusednorm.planner.device import A100, B200, H100, H200, RTX_4090, DeviceSpec
 from fusednorm.planner.model import predict_us
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import Plan, ReferencePlan, from_text, num_passes, text_of
 
 LISTED = Path(__file__).parent / "data" / "choices.csv"
-DEVICES = {device.name: device for device in (A100, H100, H200, B200)}
+DEVICES = {device.name: device for device in (A100, RTX_4090, H100, H200, B200)}
 PROBLEMS = [problem for problem in some_problems() if isinstance(problem, NormProblem)]
 TOLERANCE = 1.05  # of a predicted time
 
