@@ -226,9 +226,12 @@ def _why(source: str, problem: NormProblem, rows: int, device: DeviceSpec) -> st
         return "no kernel of this package runs here"
     if rows > MAX_RING_ROWS:
         return f"the only kernel for more than {MAX_RING_ROWS} rows"
-    if source == "published":
-        return "by the rules that nvFuser has published for B200"
-    return "predicted to be the fastest; nothing like it was measured here" if source == "model" else source
+    told = {
+        "published": "by the rules that nvFuser has published for B200",
+        "model": "predicted to be the fastest; nothing like it was measured here",
+    }
+    unusable = table.of_user(device.name)
+    return told.get(source, source) + (f"; your table is not used: {unusable}" if isinstance(unusable, str) else "")
 
 
 def _why_not(variant: str, chosen: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> str:

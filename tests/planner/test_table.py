@@ -14,6 +14,7 @@ from fusednorm.planner.candidates import cut
 from fusednorm.planner.device import B200, H100, H200
 from fusednorm.planner.plan import from_text, text_of
 from fusednorm.tools import doctor, tune
+from fusednorm.tools.explanation import explain_problem
 
 ALONE, HELD = "MultiWave(1,4096,1,8,1,255,0)", "Pipelined(1,1024,3,3,4,2,255,0,1,4,0,0)"
 MY_GPU = replace(H200, name="NVIDIA H200 of mine")
@@ -110,6 +111,13 @@ def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text
     problem = make_problem(cols=4096)
     assert choice.choose(problem, 100, MY_GPU) == choice.choose(problem, 100, H200)
     assert str(file) in table.of_user(MY_GPU.name) and "\n" not in table.of_user(MY_GPU.name)
+    assert_is_told(table.of_user(MY_GPU.name))
+
+
+def assert_is_told(sentence):
+    explained = str(explain_problem(make_problem(cols=4096), 100, MY_GPU))
+    assert f"your table is not used: {sentence}" in explained
+    assert sentence in doctor.describe_table(MY_GPU.name, MY_GPU).text
 
 
 # A warp-specialized plan whose fields had another order, plans that there are not, and lines that are none.
@@ -177,6 +185,7 @@ def test_lines_of_forwards_that_hold_no_wide_rows_do_not_answer_for_one_that_doe
 def test_a_table_of_another_gpu_is_not_used(file):
     written(file, gpu="NVIDIA H100")
     assert table.of_user(MY_GPU.name) == f"{file} was measured on NVIDIA H100"
+    assert_is_told(table.of_user(MY_GPU.name))
 
 
 @pytest.mark.parametrize("spec", [H100, H200], ids=lambda spec: spec.name)
