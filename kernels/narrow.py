@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
-from .ptx import launch_dependents
+from .ptx import behind, launch_dependents
 from .rowmath import gradient_beside_scaled, inverse_std, normalize, row_means, widen
 
 
@@ -153,6 +153,18 @@ def statistics(h, x, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.const
 
 
 @triton.jit
+def all_come(x, cos, sin, zero, norm: tl.constexpr, tile: tl.constexpr):
+    """x, known once cos and sin have come, too. Behind LayerNorm's mean the compiler would ask for them after x has."""
+    found = x
+    if norm.layer and tile.in_pairs and len(cos) > 0:
+        if x[0].dtype == tl.bfloat16 and cos[0].dtype == tl.bfloat16 and sin[0].dtype == tl.bfloat16:
+            found = ()
+            for c in tl.static_range(tile.chunks):
+                found = found + (behind(x[c], cos[c], sin[c], zero) if c < len(cos) else x[c],)
+    return found
+
+
+@triton.jit
 def write_tile(
     first, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides, table_strides,
     cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr,
@@ -167,6 +179,7 @@ def write_tile(
     cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, everywhere, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
+    x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
     h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
     mean, rstd = statistics(h, x, cols, eps, norm, tile)
     u = ()

@@ -42,6 +42,14 @@ def end_thread():
 
 
 @triton.jit
+def behind(x, a, b, zero):
+    """x, known once the loads of a and b have come. All have 16 bits; the compiler does not know that `zero` is 0. Only
+    for kernels that are never interpreted."""
+    ptx: tl.constexpr = "{ .reg .b32 t; or.b32 t, $2, $3; and.b32 t, t, $4; xor.b32 $0, $1, t; }"
+    return tl.inline_asm_elementwise(ptx, "=r,r,r,r,r", [x, a, b, zero], x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def widen_pairs(x):
     """bfloat16 as float32, two adjacent values at a time, by one instruction each; the compiler takes three for both.
     Only for kernels that are never interpreted: the interpreter knows no PTX."""
