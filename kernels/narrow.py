@@ -18,8 +18,8 @@ import triton.language as tl
 
 from .loads import load_parameter, number
 from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
-from .ptx import behind, launch_dependents
-from .rowmath import gradient_beside_scaled, inverse_std, normalize, row_means, widen
+from .ptx import behind, launch_dependents, pack, unpack
+from .rowmath import columns_of_pairs, gradient_beside_scaled, inverse_std, normalize, row_means, widen
 
 
 class Part(NamedTuple):
@@ -144,9 +144,9 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
 
 
 @triton.jit
-def statistics(h, x, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
-    """mean and rstd [tile.rows, 1] of h, which is x where the form does not turn it."""
-    numbers: tl.constexpr = None if norm.form.turn_h is not None else x[0].dtype
+def statistics(h, dtype: tl.constexpr, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
+    """mean and rstd [tile.rows, 1] of h, which is x, of this dtype, where the form does not turn it."""
+    numbers: tl.constexpr = None if norm.form.turn_h is not None else dtype
     mean, variance = row_moments(h, cols, norm, tile, numbers)
     rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm, True)
     return mean[:, None], rstd[:, None]
@@ -181,7 +181,7 @@ def write_tile(
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
     x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
     h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-    mean, rstd = statistics(h, x, cols, eps, norm, tile)
+    mean, rstd = statistics(h, x_ptr.dtype.element_ty, cols, eps, norm, tile)
     u = ()
     for c in tl.static_range(tile.chunks):
         x_hat = normalize(h[c], mean, rstd, norm)
@@ -250,6 +250,55 @@ def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols: tl.conste
             store_chunk(ptrs[1], start, chunks[c], in_range, cols, c, tile)
 
 
+@triton.constexpr_function
+def asks_for_rows_only(dtype, tile):
+    """Whether a backward asks again for rows that it has where none are left, in place of masks. That takes fewer
+    instructions, but each CTA loads a tile in vain at its end: it pays where cos and sin are loaded, too."""
+    return tile.turned > 0 and dtype == tl.bfloat16
+
+
+@triton.jit
+def held(chunks, tile: tl.constexpr):
+    """Chunks as a loop carries them: bfloat16 in pairs if rows are turned. Two values of 16 bits would be joined again
+    in each iteration, for which the loads must have come."""
+    found = ()
+    for c in tl.static_range(len(chunks)):
+        chunk = chunks[c]
+        if tile.in_pairs and tile.turned > 0 and chunk.dtype == tl.bfloat16:
+            low, high = columns_of_pairs(chunk, tile)
+            chunk = pack(low, high)
+        found = found + (chunk,)
+    return found
+
+
+@triton.jit
+def released(chunks, tile: tl.constexpr):
+    """Chunks that were held; what was in pairs in float32."""
+    found = ()
+    for c in tl.static_range(len(chunks)):
+        chunk = chunks[c]
+        if chunk.dtype == tl.int32:
+            low, high = unpack(chunk)
+            chunk = tl.join(low, high).reshape(tile.rows, tile.chunk)
+        found = found + (chunk,)
+    return found
+
+
+@triton.jit
+def load_ahead(
+    x_ptr, dy_ptr, cos_ptr, sin_ptr, at, in_range, x_strides, dy_strides, table_strides, part, cols: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    """x, dy, cos and sin of rows, held. Out of range dy is 0."""
+    asked = in_range
+    if asks_for_rows_only(x_ptr.dtype.element_ty, tile):
+        asked = tl.full([tile.rows, 1], True, tl.int1)
+    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), asked, cols, tile)
+    dy = load_chunks(dy_ptr, starts(at, dy_strides, part, tile), in_range, cols, tile)
+    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, asked, tile)
+    return held(x, tile), held(dy, tile), held(cos, tile), held(sin, tile)
+
+
 @triton.jit
 def backward(
     x_ptrs, dy_ptrs, weight_ptrs, cos_ptr, sin_ptr, dx_ptrs, dw_ptrs, db_ptrs, rows, ctas, sizes, x_strides, dy_strides,
@@ -271,32 +320,36 @@ def backward(
     for _ in tl.static_range(tile.chunks):
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
+    only_rows: tl.constexpr = asks_for_rows_only(x_ptr.dtype.element_ty, tile)
     step = part.ctas * tile.rows
     next_row = part.cta * tile.rows + tl.arange(0, tile.rows)
-    next_at = place(next_row, sizes, part, tile)
+    row = tl.minimum(next_row, count - 1) if only_rows else next_row
+    next_at = place(row, sizes, part, tile)
     ahead = (next_row < count)[:, None]
-    next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
-    next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
-    next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
+    next_x, next_dy, next_cos, next_sin = load_ahead(
+        x_ptr, dy_ptr, cos_ptr, sin_ptr, next_at, ahead, x_strides, dy_strides, table_strides, part, cols, tile
+    )  # fmt: skip
     if copy_tile is not None:
         copy_rows(copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, part, cols, copy_tile)
     for _ in range(part.cta * tile.rows, count, step):
         at = next_at
-        x = next_x
-        dy = next_dy
-        cos = next_cos
-        sin = next_sin
+        x = released(next_x, tile)
+        dy = released(next_dy, tile)
+        cos = released(next_cos, tile)
+        sin = released(next_sin, tile)
         in_range = ahead
         next_row += step
         ahead = (next_row < count)[:, None]
-        next_at = place(next_row, sizes, part, tile)
+        row = tl.where(next_row < count, next_row, row) if only_rows else next_row
+        next_at = place(row, sizes, part, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
-        next_x = load_chunks(x_ptr, starts(next_at, x_strides, part, tile), ahead, cols, tile)
-        next_dy = load_chunks(dy_ptr, starts(next_at, dy_strides, part, tile), ahead, cols, tile)
-        next_cos, next_sin = load_tables(cos_ptr, sin_ptr, next_at, table_strides, part, ahead, tile)
-        mean, rstd = statistics(h, x, cols, eps, norm, tile)
-        rstd = tl.where(in_range, rstd, 0.0)  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
+        next_x, next_dy, next_cos, next_sin = load_ahead(
+            x_ptr, dy_ptr, cos_ptr, sin_ptr, next_at, ahead, x_strides, dy_strides, table_strides, part, cols, tile
+        )  # fmt: skip
+        mean, rstd = statistics(h, x_ptr.dtype.element_ty, cols, eps, norm, tile)
+        if not only_rows:  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
+            rstd = tl.where(in_range, rstd, 0.0)
         h = centered(h, mean, norm, tile)
         g = ()
         new_dw = ()

@@ -42,6 +42,19 @@ def end_thread():
 
 
 @triton.jit
+def pack(low, high):
+    """Two bfloat16 values in an int32."""
+    return tl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def unpack(pair):
+    """The two of `pack` as float32."""
+    ptx: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return tl.inline_asm_elementwise(ptx, "=f,=f,r", [pair], (tl.float32, tl.float32), is_pure=True, pack=1)
+
+
+@triton.jit
 def behind(x, a, b, zero):
     """x, known once the loads of a and b have come. All have 16 bits; the compiler does not know that `zero` is 0. Only
     for kernels that are never interpreted."""

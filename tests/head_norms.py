@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +186,14 @@ def shared_bytes_of_forward(case: HeadCase, arch: int) -> int:
     from bench.resources import resources
 
     return resources(launches_of(case, arch)[0][1], arch).shared_bytes
+
+
+def carried_halves(case: HeadCase, arch: int) -> int:
+    """How many values of 16 bits the loop of the backward carries."""
+    from fusednorm.tools import compilation
+
+    backward = next(each for _, each in launches_of(case, arch) if each.kernel.__name__ == "backward")
+    return len(re.findall(r"= phi (?:bfloat|half|i16) ", compilation.compile_for(backward, arch).asm["llir"]))
 
 
 def gradients(outputs, given: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from compiling import InParallel
-from head_norms import BF16, FP32, OF_MODELS, HeadCase, builds_of, calls_of, complaints, shared_bytes_of_forward
+from head_norms import (
+    BF16,
+    FP32,
+    OF_MODELS,
+    HeadCase,
+    builds_of,
+    calls_of,
+    carried_halves,
+    complaints,
+    shared_bytes_of_forward,
+)
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
 import fusednorm
@@ -167,3 +177,8 @@ def test_a_forward_does_not_move_its_rows_through_shared_memory(workers, cols):
     """To the layout of its weight: that took 1.6 times as long with 256 columns."""
     asked = workers.submit(shared_bytes_of_forward, HeadCase(cols=cols, rotary=cols, dtype=BF16), 90)
     assert asked.result() == 0
+
+
+def test_a_rotating_backward_carries_bfloat16_in_pairs(workers):
+    """It would join two halves of a register at the end of each tile, and wait there for the loads of the next."""
+    assert workers.submit(carried_halves, HeadCase(cols=128, rotary=128, dtype=BF16), 90).result() == 0
