@@ -73,7 +73,8 @@ def _registers(problem: HeadProblem, elements: int) -> float:
     pairs, fixed = problem.turned > 0 and problem.settings.interleaved, of[problem.direction]
     if problem.direction == "forward":
         tables = sum(each.itemsize for each in problem.table_dtypes) / (1 + problem.per_pair)
-        loaded = itemsize + tables + sum(each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each)
+        parameters = [each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each]
+        loaded = itemsize + tables + max(parameters, default=0)  # a bias is needed once the weight no longer is
         return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
     turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
     of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)

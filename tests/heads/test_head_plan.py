@@ -179,6 +179,14 @@ def test_a_forward_does_not_move_its_rows_through_shared_memory(workers, cols):
     assert asked.result() == 0
 
 
+@pytest.mark.parametrize("rotary", [0, 128])
+def test_a_bias_takes_no_ctas_of_a_forward(rotary):
+    """It is needed once the weight no longer is."""
+    both = [HeadCase(cols=128, rotary=rotary, dtype=BF16, norm=norm) for norm in ("rms", "layer")]
+    rms, layer = (choose(calls_of(case)[0].problem, H200).ctas_per_sm for case in both)
+    assert layer == rms
+
+
 def test_a_rotating_backward_carries_bfloat16_in_pairs(workers):
     """It would join two halves of a register at the end of each tile, and wait there for the loads of the next."""
     assert workers.submit(carried_halves, HeadCase(cols=128, rotary=128, dtype=BF16), 90).result() == 0
