@@ -242,7 +242,11 @@ SWEEP: dict[str, list[Shape]] = {
         *((4, 32, ctas) for ctas in (6, 7, 8, 9, 10)),
         *((4, 16, None), (4, 64, None), (8, 32, None), (2, 32, None)),
     ],
-    "backward": [*((8, 32, ctas) for ctas in (1, 2, 3)), (4, 32, None), (8, 16, None), (8, 64, None), (16, 32, 1)],
+    "backward": [
+        *((8, 32, ctas) for ctas in (1, 2, 3)),
+        *((4, 32, ctas) for ctas in (3, 4, 5)),
+        *((8, 16, None), (8, 64, None), (16, 32, 1)),
+    ],
 }
 
 
