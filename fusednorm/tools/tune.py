@@ -45,7 +45,7 @@ ROWS_PER_SM = tuple(2**exponent for exponent in range(14))
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 MOST_NARROW_ELEMENTS = 2**26  # of x with as many rows or more: 2^20 of 64 columns, as heads and groups of columns have
 
-MOST_CANDIDATES = 16  # that are timed of a problem
+MOST_CANDIDATES = 16  # that are timed of a problem: the first, in the order of variants in use and of their frames
 ROUNDS, WARMUP_CALLS = 7, 3
 SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven replays of one allocation find differences of 3% between plans of 6 us
 FLUSH_BYTES = 256 << 20  # above any L2 so far
@@ -122,8 +122,12 @@ def row_counts(task: Task, device: DeviceSpec, rows_per_sm: Iterable[int] = ROWS
 
 
 def plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
+    return all_plans_of(problem, device)[:MOST_CANDIDATES]
+
+
+def all_plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
     plans = [plan for variant in choice.variants_in_use(device) for plan in candidates(variant, problem, device)]
-    return tuple(itertools.islice(dict.fromkeys([*plans, *to_survey(problem, device)]), MOST_CANDIDATES))
+    return tuple(dict.fromkeys([*plans, *to_survey(problem, device)]))
 
 
 def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
