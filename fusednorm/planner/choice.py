@@ -37,7 +37,10 @@ def choose(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
 
 
 def at(ranges: Ranges, rows: float) -> Plan:
-    return next(plan for most, plan in ranges if rows <= most)  # the last range has no end
+    for most, plan in ranges:  # a loop, because a generator costs a kept choice two calls more
+        if rows <= most:
+            return plan
+    raise AssertionError("the last range has no end")
 
 
 @functools.cache
