@@ -7,9 +7,10 @@
 
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
-kernel for each direction with the same large reads and writes. Every candidate is compared with float64 first. One JSON
-line per candidate goes to forms.jsonl. Processes compile the next cases meanwhile. Exit code 1 if a result is wrong, 2
-without a CUDA GPU.
+kernel for each direction with the same large reads and writes. A sandwich, the norm behind a layer and the next one, is
+two ops of ours over the floor of one: the sum is in the first op, or in "plain" in the second. Every candidate is
+compared with float64 first. One JSON line per candidate goes to forms.jsonl. Processes compile the next cases
+meanwhile. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ OURS = {
     "modulated_plus_residual": ("layer_norm_add", "rms_norm_add"),
     **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), ("ada_layer_norm", "ada_rms_norm")),
 }
-FORM_NAMES = [suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS]
+SANDWICH = "sandwich"  # h = residual + norm(x), y = norm(h), as in Gemma's blocks
+FORM_NAMES = [*(suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS), SANDWICH]
 SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
@@ -100,7 +102,8 @@ class FormCase:
         if self.form.endswith("modulated"):
             return [*self.rows_in, *self.modulations]
         rows = ["projection"] if self.packed else self.rows_in
-        return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *self.modulations]
+        more = self.modulations or ["next_weight"] * (self.form == SANDWICH)
+        return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *more]
 
     @property
     def rows_in(self) -> list[str]:
@@ -108,7 +111,8 @@ class FormCase:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        return OPS[f"{self.norm}_norm_fwd_{self.form}"].inputs
+        form = "plus_residual" if self.form == SANDWICH else self.form
+        return OPS[f"{self.norm}_norm_fwd_{form}"].inputs
 
     @property
     def modulations(self) -> list[str]:
@@ -138,7 +142,16 @@ class FormCase:
         return given
 
 
+def in_two(call: Candidate, case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    """A sandwich by two calls."""
+    *_, next_weight = given.values()
+    (h,) = call(replace(case, form="plus_residual"), {name: given[name] for name in case.names[:-1]})
+    return *call(replace(case, form="affine"), {"x": h, "weight": next_weight}), h
+
+
 def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    if case.form == SANDWICH:
+        return in_two(ours, case, given)
     function = getattr(fusednorm, OURS[case.form][case.norm == "rms"] + ("_packed" if case.packed else ""))
     settings = SETTINGS.get(case.form, {}) | ({"group_size": case.group_size} if case.group_size else {})
     settings |= {"eps": EPS, "weight_offset": case.weight_offset, "rounding": case.rounding}
@@ -149,12 +162,18 @@ def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
 
 
 def plain(case: FormCase, given: dict[str, Tensor]) -> Outputs:
+    if case.form == SANDWICH:
+        x, residual, *parameters, next_weight = given.values()
+        (u,) = ours(replace(case, form="affine"), dict(zip(("x", "weight", "bias"), (x, *parameters), strict=False)))
+        return ours(replace(case, form="of_sum"), {"x": u, "residual": residual, "weight": next_weight})
     function = getattr(fusednorm.functional, f"{case.norm}_norm")
     return (function(given["x"], (case.cols,), *(given[name] for name in case.names[1:]), eps=EPS),)
 
 
 def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     """As models write it."""
+    if case.form == SANDWICH:
+        return in_two(written, case, given)
     if case.table:
         rows = {name: given[name][given["index"]] for name in case.modulations}
         return written(replace(case, table=0), given | rows)
@@ -228,7 +247,7 @@ def as_tuple(outputs: Tensor | Outputs) -> Outputs:
 def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Candidate]:
     compiled = torch.compile(lambda given: written(case, given), fullgraph=True, dynamic=False)
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
-    if case.form == "affine":
+    if case.form == "affine" or (case.form == SANDWICH and case.residual_dtype == case.dtype):
         found["plain"] = plain
     has_gate_or_sum = "gate" in case.rows_in or case.form == "of_sum"
     peers = FLA if has_gate_or_sum and not (case.weight_offset or case.packed) else {}
@@ -264,8 +283,8 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     streamed = {name: given[name].detach() for name in case.streamed}
     rows, gates = [x, *others, *streamed.values()], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
-    of_sum = case.form.startswith(("of_sum", "of_gated_sum"))
-    branch = [x] if "gated_sum" in case.form else gates
+    of_sum = case.form.startswith(("of_sum", "of_gated_sum", SANDWICH))
+    branch = [x] if "gated_sum" in case.form or case.form == SANDWICH else gates
     saved = outputs[1] if of_sum else x
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
     dtypes = {x.dtype, saved.dtype} if case.form == "of_sum" else {saved.dtype}
@@ -390,7 +409,7 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
     dtype, residual = DTYPES[options.dtype], DTYPES[options.residual_dtype or options.dtype]
     dtypes = [DTYPES[name] for name in options.modulation_dtype or [options.dtype]]
     for form, norm, shape in itertools.product(options.forms, options.norms, options.shapes):
-        offset = options.weight_offset if form == "affine" else 0.0
+        offset = options.weight_offset if form in ("affine", SANDWICH) else 0.0
         case = FormCase(norm, form, *shape.sizes, dtype, residual, offset, rounding=options.rounding)
         of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
         samples = [each or case.rows for each in options.samples]
@@ -420,7 +439,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, nargs="+", default=[None], help=text)
     text = "x and gate of norms with a gate are a third each of a projection, whose gradient is one"
     parser.add_argument("--packed", action="store_true", help=text)
-    parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine (default: 1)")
+    parser.add_argument("--weight-offset", type=float, default=1.0, help="of affine and of a sandwich (default: 1)")
     parser.add_argument("--rounding", choices=ROUNDINGS, default="once", help="default: once")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--rounds", type=int, default=40, help="timed replays of each (default: 40)")

@@ -76,7 +76,7 @@ def test_a_projection_has_one_gradient_and_its_other_columns_are_counted(form, m
     assert all(each.is_contiguous() and each.shape == x.shape for of_it in moved for part in of_it for each in part)
 
 
-@pytest.mark.parametrize("form", forms.FORM_NAMES)
+@pytest.mark.parametrize("form", [form for form in forms.FORM_NAMES if form != forms.SANDWICH])
 def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     of, moved = case("rms", form), []
     monkeypatch.setattr(forms, "stream", {(1,): lambda reads, writes, *_, **__: moved.append((reads, writes))})
@@ -95,6 +95,17 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     gated = "gated_sum" in form or "gate" in of.rows_in
     assert len(back_reads) == 2 + len(problem.rows_out) + gated and len(back_writes) == 1 + gated + (form == "of_sum")
     assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_sandwich_is_two_ops_over_the_floor_of_one(norm, monkeypatch):
+    of, moved = case(norm, forms.SANDWICH, BF16), []
+    given = of.inputs("cpu")
+    monkeypatch.setattr(forms, "stream", {(1,): lambda reads, writes, *_, **__: moved.append((reads, writes))})
+    outputs = forms.ours(of, given)
+    torch.testing.assert_close(forms.plain(of, given), outputs, rtol=2e-2, atol=2e-2)
+    forms.floors(of, given, outputs)["both"]()
+    assert [(len(reads), len(writes)) for reads, writes in moved] == [(2, 2), (4, 2)]
 
 
 @pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated"])
