@@ -2,7 +2,8 @@
 
     python -m bench.make_table bench/results/nvidia-h200/families.jsonl --out fusednorm/planner/data/nvidia-h200.jsonl
 
-With --add the table keeps its coefficients, its date, and the lines of widths that no cell has.
+With --add the table keeps its coefficients, its date, and the lines of widths that no cell has. New lines have the
+dates of their newest cells.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from fusednorm.dtypes import DTYPE_NAMES
 from fusednorm.host import gpus
 from fusednorm.planner import table
-from fusednorm.tools.tune import Cell, widths_of, write, write_table
+from fusednorm.tools.tune import Cell, days_of, widths_of, write, write_table
 
 NAMES = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
 
@@ -35,10 +36,12 @@ def add(cells: list[Cell], gpu: str, path: Path) -> None:
     if isinstance(known, str):
         raise SystemExit(f"make_table: {known}")
     head = {name: value for name, value in vars(known).items() if name not in ("coefficients", "lines", "skipped")}
-    widths = widths_of(cells, gpus.named(gpu), known.coefficients)
+    widths, days = widths_of(cells, gpus.named(gpu), known.coefficients), days_of(cells)
     for key, lines in known.lines.items():
-        widths[key] = dict(map(json.loads, lines.values())) | widths.get(key, {})
-    write(path, head | {"coefficients": known.coefficients._asdict()}, widths)
+        new = widths.setdefault(key, {})
+        for cols, ranges, day in (known.parsed(lines[cols]) for cols in lines.keys() - new.keys()):
+            new[cols], days[key, cols] = ranges, day
+    write(path, head | {"coefficients": known.coefficients._asdict()}, widths, days)
 
 
 def main(arguments: list[str] | None = None) -> int:

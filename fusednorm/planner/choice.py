@@ -83,19 +83,18 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
         found, widths, fewest, sms, near = [], [], 1.0, device.leaving(0).sm_count, known.lookup(problem)
         for most, text in near[0][1] if near else ():
             per_sm = max(fewest, min(most, limits.compared_rows_per_sm[-1]))
-            texts = text, *(at(ranges, per_sm) for _, ranges in near[1:])
+            texts = text, *(at(ranges, per_sm) for _, ranges, _ in near[1:])
             plans = (
-                (cols, _adapted(from_text(each), cols, round(sms * per_sm), problem, device))
-                for (cols, _), each in zip(near, texts, strict=True)
+                (f"{cols} columns ({day})", _adapted(from_text(each), cols, round(sms * per_sm), problem, device))
+                for (cols, _, day), each in zip(near, texts, strict=True)
             )
-            cols, plan = next((each for each in plans if each[1]), (None, None))
-            widths += [cols] if plan and cols not in widths else []
+            width, plan = next((each for each in plans if each[1]), ("", None))
+            widths += [width] if plan and width not in widths else []
             found.append((sms * most, plan))
             fewest = most
         if widths:
             ranges = _merged((end, plan or at(predicted(problem, device), end)) for end, plan in found)
-            columns = " and ".join(map(str, widths))
-            return ranges, f"the fastest of those measured on {known.gpu} at {columns} columns ({known.date})"
+            return ranges, f"the fastest of those measured on {known.gpu} at {' and '.join(widths)}"
     return None
 
 

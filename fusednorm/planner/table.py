@@ -2,8 +2,8 @@
 
 A table is a file of JSON lines. The first says what it was measured on, by which release of Triton and when, and has
 the coefficients that were fitted (model.py). Each other object is a Key. Its widths follow it, a line each: columns,
-and plans in order of rows, each up to a number of rows per SM, the last without end. `python -m fusednorm tune` writes
-a table, and data/ has those that are shipped.
+plans in order of rows, each up to a number of rows per SM, the last without end, and a date, if it is another than the
+first line's. `python -m fusednorm tune` writes a table, and data/ has those that are shipped.
 """
 
 from __future__ import annotations
@@ -61,15 +61,19 @@ class Table:
     lines: dict[Key, dict[int, str]]  # of the widths, as they are in the file
     skipped: int = 0  # lines of the file that this release cannot read
 
-    def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges]]:
-        """The problem's width and its ranges, or else those of the nearest widths that are not far. If the table does
+    def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges, str]]:
+        """The line of the problem's width, or else those of the nearest widths that are not far. If the table does
         not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds wide
         rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
         key = Key.of(problem)
         if not (self.knows_parameters(problem) or problem.quantities["holds_wide"]):
             key = self._like(key)
-        lines = map(json.loads, self._lines(key, problem.cols))
-        return [(cols, tuple((most or math.inf, text) for most, text in plans)) for cols, plans in lines]
+        return [self.parsed(line) for line in self._lines(key, problem.cols)]
+
+    def parsed(self, line: str) -> tuple[int, Ranges, str]:
+        """The width of a line, its ranges, and its date."""
+        cols, plans, *day = json.loads(line)
+        return cols, tuple((most or math.inf, text) for most, text in plans), (day or [self.date])[0]
 
     def knows_parameters(self, problem: NormProblem) -> bool:
         """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
@@ -144,7 +148,7 @@ def of_user(gpu: str) -> Table | str | None:
 def _is_known(line: str) -> bool:
     """Whether the line of a width has plans of this release alone."""
     try:
-        _, plans = json.loads(line)
+        _, plans, *_ = json.loads(line)
         return plans[-1][0] is None and all(from_text(text) for _, text in plans)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return False

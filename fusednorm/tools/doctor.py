@@ -134,7 +134,8 @@ def describe_table(name: str, spec: DeviceSpec) -> Finding:
     if found is None:
         return Finding("note", "plans", f"no table of {name}: plans are predicted (python -m fusednorm tune makes one)")
     whose = "your table" if found is own else "the shipped table"
-    text = f"{whose} of {found.gpu}, {found.date}, Triton {found.triton}"
+    days = {found.parsed(line)[-1] for widths in found.lines.values() for line in widths.values()} or {found.date}
+    text = f"{whose} of {found.gpu}, {' to '.join(sorted({min(days), max(days)}))}, Triton {found.triton}"
     if found.skipped:
         return Finding("note", "plans", f"{text}; {found.skipped} of its lines are of another release and are skipped")
     faults = [] if found.gpu == name else [f"{name} has none of its own"]

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +78,7 @@ class Cell(NamedTuple):
     times: dict[str, float]
     own: str
     refused: tuple[str, ...] = ()  # plans that do not run
+    day: str = ""  # on which it was measured
 
     @property
     def tried(self) -> set[str]:
@@ -92,7 +93,8 @@ class Cell(NamedTuple):
         """From a line of this tool or of bench.survey. Plans of other releases are left out."""
         task = Task(*[record.get(name, "") for name in Task._fields])
         times = {text: us for text, us in dict(record["plans"]).items() if is_plan(text)}
-        return cls(task, record["rows"], times, record["own"], tuple(record.get("refused", ())))
+        refused, day = tuple(record.get("refused", ())), record.get("date", "")[:10]
+        return cls(task, record["rows"], times, record["own"], refused, day)
 
 
 def is_plan(text: str) -> bool:
@@ -276,6 +278,12 @@ def widths_of(
     }
 
 
+def days_of(cells: Iterable[Cell]) -> dict[tuple[table.Key, int], str]:
+    """The day of the newest cell of each width."""
+    ordered = sorted(cells, key=lambda cell: cell.day)
+    return {(table.Key.of(cell.task.wanted.problem), cell.task.cols): cell.day for cell in ordered}
+
+
 Family = Hashable  # what a plan does, apart from how it cuts a row
 Widths = dict[int, dict[int, dict[Family, tuple[float, Plan]]]]  # by columns, rows and family: us, and the plan
 
@@ -402,18 +410,23 @@ def write_table(cells: list[Cell], device: DeviceSpec, path: Path, measured: dic
     plain = [cell for cell in cells if not cell.task.form]
     coefficients = fit(plain, device, table.coefficients(device))
     head = {"gpu": device.name, "arch": device.arch, "triton": measured["triton"], "date": measured["date"][:10]}
-    write(path, head | {"coefficients": coefficients._asdict()}, widths_of(cells, device, coefficients))
+    head |= {"coefficients": coefficients._asdict()}
+    write(path, head, widths_of(cells, device, coefficients), days_of(cells))
     losses = [cell.times[cell.own] / min(cell.times.values()) - 1 for cell in cells if cell.own in cell.times]
     print(f"{len(cells)} cells; the plans before were {statistics.mean(losses):.1%} behind the fastest. Wrote {path}")
 
 
-def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges]]) -> None:
-    """Replaces the file at once, so that nobody reads half of one."""
+Days = Mapping[tuple[table.Key, int], str]
+
+
+def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges]], days: Days) -> None:
+    """Replaces the file at once, so that nobody reads half of one. A line has its day where it is not the head's."""
     lines: list = [{"format": table.FORMAT} | head]
     for key, ranges in sorted(widths.items()):
         lines.append({name: value for name, value in key._asdict().items() if value or name != "parameters"})
         for cols, plans in sorted(ranges.items()):
-            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans]])
+            day = {days.get((key, cols), "")} - {"", head["date"]}
+            lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans], *day])
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
@@ -460,7 +473,7 @@ def _measured(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for cell in measure(asked if options.cols else dense(), known, device, ends):
-            known[cell.task, cell.rows] = cell
+            known[cell.task, cell.rows] = cell._replace(day=machine["date"][:10])
             file.write(json.dumps(machine | cell.record()) + "\n")
             file.flush()
     return list(known.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 from bench import make_table
 from fusednorm.planner import table
@@ -33,16 +34,28 @@ def test_lines_of_a_file_make_a_table_and_the_newest_says_by_which_triton(tmp_pa
     assert widths == [4096, [[None, FIRST]]]
 
 
+def test_a_line_has_the_date_of_its_newest_cell_if_it_is_not_the_tables(tmp_path):
+    machine = {"gpu": "H200", "triton": "3.6.0"}
+    dated = [(4096, 1024, 3), (4096, 4096, 2), (5120, 1024, 1), (5120, 4096, 2)]  # columns, rows, day
+    cells = [(tune.Cell(TASK._replace(cols=cols), rows, {FIRST: 5.0}, FIRST), day) for cols, rows, day in dated]
+    lines = [machine | {"date": f"2026-01-0{day}T00:00"} | each.record() for each, day in cells]
+    (tmp_path / "cells").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert make_table.main([str(tmp_path / "cells"), "--out", str(tmp_path / "table")]) == 0
+    made = table.read(tmp_path / "table")
+    found = [made.lookup(replace(TASK.wanted.problem, cols=cols)) for cols in (4096, 5120)]
+    assert [day for ((_, _, day),) in found] == ["2026-01-03", "2026-01-02"] and made.date == "2026-01-03"
+
+
 def test_added_cells_change_the_lines_of_their_widths_alone(tmp_path):
     path, key = tmp_path / "table", table.Key.of(TASK.wanted.problem)
     head = {"gpu": "H200", "arch": 90, "triton": "3.6.0", "date": "2026-01-01"}
     coefficients = table.shipped()[0].coefficients._asdict()
     ranges = {cols: ((math.inf, SECOND),) for cols in (4096, 5120)}
-    tune.write(path, head | {"coefficients": coefficients}, {key: ranges})
+    tune.write(path, head | {"coefficients": coefficients}, {key: ranges}, {(key, 5120): "2025-12-31"})
     cells = [tune.Cell(TASK, rows, {FIRST: 5.0, SECOND: 9.0}, SECOND) for rows in (1024, 4096)]
     lines = [json.dumps({"gpu": "H200", "date": "2026-02-01"} | each.record()) + "\n" for each in cells]
     (tmp_path / "cells").write_text("".join(lines))
     before = path.read_text().splitlines()
     assert make_table.main([str(tmp_path / "cells"), "--add", "--out", str(path)]) == 0
-    changed = [*before[:2], before[2].replace(SECOND, FIRST), before[3]]
+    changed = [*before[:2], before[2].replace(SECOND, FIRST)[:-1] + ',"2026-02-01"]', before[3]]
     assert path.read_text().splitlines() == changed

@@ -35,11 +35,10 @@ def head(gpu=MY_GPU.name) -> dict:
     return {"gpu": gpu, "arch": 90, "triton": "3.6.0", "date": "2026-11-26", "coefficients": coefficients}
 
 
-def written(file, cols=4096, **changes):
+def written(file, cols=4096, day="", **changes):
     key = table.Key.of(make_problem(cols=cols))
-    tune.write(
-        file, head(**changes), {key: {cols: ((4.0, ALONE), (math.inf, "Pipelined(1,4096,1,3,4,2,255,0,1,1,0,0)"))}}
-    )
+    ranges = ((4.0, ALONE), (math.inf, "Pipelined(1,4096,1,3,4,2,255,0,1,1,0,0)"))
+    tune.write(file, head(**changes), {key: {cols: ranges}}, {(key, cols): day})
 
 
 def test_the_users_table_comes_before_the_shipped_one_up_to_its_rows_per_sm(file):
@@ -48,6 +47,16 @@ def test_the_users_table_comes_before_the_shipped_one_up_to_its_rows_per_sm(file
     assert choice.choose(problem, 4 * 132, MY_GPU) == from_text(ALONE)
     assert choice.choose(problem, 4 * 132 + 1, MY_GPU).variant == "pipelined"
     assert choice.decide(problem, MY_GPU).source.startswith(f"the fastest of those measured on {MY_GPU.name} at 4096")
+
+
+def test_the_date_that_is_told_is_that_of_the_line(file):
+    written(file, day="2026-11-29")
+    assert choice.decide(make_problem(cols=4096), MY_GPU).source.endswith(" at 4096 columns (2026-11-29)")
+    assert "mine, 2026-11-29, Triton" in doctor.describe_table(MY_GPU.name, MY_GPU).text
+    *others, line = file.read_text().splitlines()
+    file.write_text("\n".join([*others, line, line.replace("4096", "5120", 1).replace(',"2026-11-29"]', "]")]))
+    table.of_user.cache_clear()
+    assert "mine, 2026-11-26 to 2026-11-29, Triton" in doctor.describe_table(MY_GPU.name, MY_GPU).text
 
 
 def test_a_width_that_is_lacking_gets_the_family_of_a_near_one_cut_for_itself(file):
@@ -64,7 +73,7 @@ def test_where_a_near_widths_plan_cannot_be_cut_that_of_the_next_near_width_is(f
     problem, held = task.wanted.problem, "MultiWave(1,1024,3,8,2,128,0)"
     lines = {2048: ((math.inf, "MultiWave(1,2048,1,4,4,128,0)"),), 3072: ((math.inf, held),)}
     assert cut(from_text(lines[2048][0][1]), problem, MY_GPU) is None
-    tune.write(file, head(), {table.Key.of(problem): lines})
+    tune.write(file, head(), {table.Key.of(problem): lines}, {})
     assert choice.choose(problem, 32768, MY_GPU) == from_text(held)
     assert " at 3072 columns" in choice.decide(problem, MY_GPU).source, "the width that was measured is told"
 
@@ -74,7 +83,7 @@ def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the
     before = choice.choose(wide, 16384, MY_GPU)
     key = table.Key.of(wide)
     assert key == table.Key.of(plain)._replace(parameters=4)
-    tune.write(file, head(), {key: {4096: ((math.inf, ALONE),)}})
+    tune.write(file, head(), {key: {4096: ((math.inf, ALONE),)}}, {})
     choice.choices.cache_clear()
     table.of_user.cache_clear()
     assert choice.choose(wide, 16384, MY_GPU) == from_text(ALONE) != before
@@ -87,7 +96,7 @@ def test_lines_of_modulations_in_float32_are_for_forwards_and_backwards_that_hol
         key = table.Key.of(wide)
         assert key == table.Key.of(narrow)._replace(parameters=4)
         assert table.Key.of(make_modulated(cols=3072, dtype="fp32", direction=direction)).parameters == 0
-        tune.write(file, head(), {key: {3072: ((math.inf, HELD),)}})
+        tune.write(file, head(), {key: {3072: ((math.inf, HELD),)}}, {})
         choice.choices.cache_clear()
         table.of_user.cache_clear()
         assert choice.choose(wide, 16384, MY_GPU) == from_text(HELD)
@@ -168,7 +177,8 @@ def test_lines_of_as_many_large_tensors_answer_in_place_of_those_that_lack(norm,
     key = table.Key.of(problem)
     for order in ([wanted, *others], [*others, wanted]):
         known = {key._replace(traffic=each): {3072: f'[3072, [[null, "{each == wanted}"]]]'} for each in order}
-        assert replace(table.shipped()[0], lines=known).lookup(problem) == [(3072, ((math.inf, "True"),))]
+        ((*found, _),) = replace(table.shipped()[0], lines=known).lookup(problem)
+        assert found == [3072, ((math.inf, "True"),)]
 
 
 @pytest.mark.parametrize("spec", [H100, H200], ids=lambda spec: spec.name)
@@ -202,7 +212,7 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
                 dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
                 tasks = (tune.Task(key.norm, key.direction, cols, dtype, *kind) for kind in kinds)
                 problem = next(p for p in (task.wanted.problem for task in tasks) if table.Key.of(p) == key)
-                ((found, ranges),) = shipped.lookup(problem)
+                ((found, ranges, _),) = shipped.lookup(problem)
                 assert found == cols
                 assert ranges[-1][0] == math.inf and all(text_of(from_text(text)) == text for _, text in ranges)
                 assert len(choice.choices(problem, replace(H200, name=shipped.gpu))) <= len(ranges) + 1
