@@ -206,7 +206,7 @@ def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constex
 
 
 # Triton 3.6 cannot launch a kernel with descriptors inside a tuple, so each descriptor is a parameter, None beyond the
-# last. Each parameter costs time on the host (bench/NOTES.md, "Evidence behind constants"), so there are two kernels:
+# last. Each parameter costs time on the host (bench/NOTES.md, "Host time"), so there are two kernels:
 # one for up to 8 tensors, one for up to 64.
 
 

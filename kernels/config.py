@@ -271,8 +271,8 @@ class RingTile(Tile):
     whole: bool = False  # the chunks are exactly a row, without padding, so that all threads have equally many columns
     weight_in_smem: bool = False  # weight and bias are kept in shared memory, else in registers
     # pipelined.backward loads statistics one tile ahead, else half a tile, and may store the partials before the last
-    # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Evidence behind
-    # constants".
+    # tile's dx (partial_sums.stores_early). False if registers are short. Its worth: bench/NOTES.md, "Row loops of the
+    # backward".
     prefetches_statistics: bool = True
     reads_once: bool = False  # pipelined.backward holds what dx takes of a tile; else it reads the tile again
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen

@@ -3,7 +3,7 @@ problem, rows and device.
 
 There are two kernels: `ring` reads tiles by TMA through shared memory, `portable` reads them into registers. A grid
 that fills the GPU by columns alone writes the results at once. Otherwise the rows are split, and a second launch sums
-the partial sums. The measurements behind the constants are in bench/NOTES.md, "Evidence behind constants".
+the partial sums. What was measured is in bench/NOTES.md, "Column sums".
 """
 
 from __future__ import annotations

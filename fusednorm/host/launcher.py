@@ -4,7 +4,7 @@ time.
 A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
 pointers are multiples of 16 bytes. Triton's launcher is no public interface, so with releases that have not been tried
 only C++ launches, and only kernels that agree with what it would pass (triton_compat.py). The measurements are in
-bench/NOTES.md, "Evidence behind constants".
+bench/NOTES.md, "Host time".
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def encoder(metadata: dict) -> Callable[[int, list[int], list[int]], Any]:
 
 RELEASES: dict[tuple[int, int], LaunchOf] = {(3, 6): _flat, (3, 7): _packed, (3, 8): _packed, (3, 9): _packed}
 # Host time of a call, in microseconds, if Triton itself launches its kernels: no program is kept (bench/NOTES.md,
-# "Evidence behind constants").
+# "Host time").
 CALL_US = "240 to 560"
 
 

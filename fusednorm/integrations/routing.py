@@ -41,7 +41,7 @@ TORCH = str(Path(torch.__file__).parent)
 
 # Forwards of rows with at least this many columns run our kernel, narrower ones Inductor's code, unless forwards.py
 # decides on them. Inductor reads a row for its statistics and again to normalize it. In narrow rows the second read is
-# cheap, and fusion with the neighbours saves more than our kernel would (bench/NOTES.md, "Evidence behind constants").
+# cheap, and fusion with the neighbours saves more than our kernel would (bench/NOTES.md, "Compiled models").
 WIDE_ROW = 40960  # columns
 NARROW = f"fused with its neighbours, and rows have fewer than {WIDE_ROW} columns"
 

@@ -22,7 +22,7 @@ class DeviceSpec:
     max_threads_per_sm: int
     bandwidth_gb_s: float  # of device memory, by the datasheet
     # Bytes that each SM must have requested to keep the memory busy. By Little's law this is bandwidth times loaded
-    # latency, divided by the number of SMs (bench/NOTES.md, "Evidence behind constants").
+    # latency, divided by the number of SMs (bench/NOTES.md, "Row loops of the backward").
     bytes_in_flight_per_sm: int = 32 * KIB
     sm_margin: int = 0  # SMs of the device that are left to others; sm_count does not include them
     triton: tuple[int, int] = OLDEST_TRITON  # the release that compiles: each needs its own number of registers

@@ -24,7 +24,7 @@ from ..namespace import TORCH_OPS
 
 STOCK_FACTOR = 1.5  # limit of an output's relative L2 error, as a multiple of that of ATen's kernel
 # Limit of an element's error, in ulps of the accumulation dtype. It is several times the error of a sound fp32
-# computation (bench/NOTES.md, "Evidence behind constants").
+# computation (bench/NOTES.md, "Simulator and sanitizer").
 ACC_ULPS = 16
 
 _DTYPE_NAMES = {**DTYPE_NAMES, None: "none"}

@@ -82,16 +82,6 @@ def test_links_within_the_notes_lead_to_headings():
     assert links and not set(links) - headings
 
 
-def test_constants_that_the_notes_explain_are_there():
-    evidence = NOTES.read_text().partition("## Evidence behind constants")[2]
-    explained = re.findall(r"^- `([\w/]+\.(?:py|json))` ((?:`[\w.]+`(?:, )?)+)", evidence, re.MULTILINE)
-    assert len(explained) > 30
-    for file, names in explained:
-        texts = [path.read_text() for folder in ("fusednorm", "kernels") for path in (ROOT / folder).rglob(file)]
-        gone = [name for name in re.findall(r"`(?:\w+\.)?(\w+)`", names) if not any(name in text for text in texts)]
-        assert not gone, (file, gone)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_the_package_that_are_used_are_there(page):
     text = page.read_text()
