@@ -21,7 +21,7 @@ def forms(gpu: str) -> str:
             case = f"{NAMES[r['norm']]} {r['form']}{variant(r)}", f"{r['rows']}x{r['cols']}"
             found.setdefault(case, {})[r["candidate"], r["direction"]] = r
     lines = []
-    for case, records in found.items():
+    for case, records in sorted(found.items(), key=lambda item: item[0][0]):
         line = [*case]
         for name in FORM_CANDIDATES:
             times = [records[name, way] for way in FORM_WAYS if (name, way) in records]

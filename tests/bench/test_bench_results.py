@@ -250,7 +250,7 @@ def test_a_form_of_a_projection_and_one_with_modulations_of_each_row_have_rows_o
     records = [timed, timed | {"packed": True}, timed | {"samples": 2}, timed | {"samples": 8}]
     monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records)
     titles = [row.split("|")[1].strip() for row in neighbours.forms("NVIDIA H200").splitlines()[2:]]
-    assert titles == ["LayerNorm gated", "LayerNorm gated, packed", "LayerNorm gated, each row its own"]
+    assert titles == ["LayerNorm gated", "LayerNorm gated, each row its own", "LayerNorm gated, packed"]
 
 
 def test_a_form_in_another_dtype_has_a_row_of_its_own(monkeypatch):
