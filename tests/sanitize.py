@@ -356,7 +356,8 @@ def main() -> int:
         of_part = [job for job in of_part if job not in done and job[1] in chosen.calls]
         jobs += of_part
         needed = {name for tool, name, _ in of_part if tool != CONSAN}
-        build_ahead([each for each in chosen.builds if each[0] in needed], spec, end)
+        if needed and time.monotonic() < end:
+            build_ahead([each for each in chosen.builds if each[0] in needed], spec, end)
         with ThreadPoolExecutor(options.workers) as pool:
             for future in as_completed([pool.submit(result_of, job) for job in of_part]):
                 result = future.result()
