@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import SymFloat, SymInt, Tensor
+from torch._inductor import config
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
@@ -121,6 +122,7 @@ def rest(norm: Written) -> Written | None:
             break
     settings = {"y_dtype": value_of(y).dtype}
     if weight is not None:
+        rounds &= getattr(config, "emulate_precision_casts", False)  # else Inductor leaves casts between its steps out
         settings |= {"weight_offset": offset, "rounds_x_hat": rounds}
     return norm._replace(y=y, weight=weight, settings=settings) if value_of(y).requires_grad else None
 
