@@ -139,7 +139,7 @@ def qk_norm_packed(
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
     require_strided(op, "qkv", qkv)
     cols = packing.check(op, qkv)
-    cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped)
+    cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped) if rotary is not None else (None, None)
     of_q, of_k, of_v = packing.counts
     ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, eps, *settings)
     made = native.y_of_parts(FORWARD, packing.sizes(cols), ranges, packing, arguments)
