@@ -32,7 +32,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the plan fits shared memory and does not spill. The tiles of a ring have rows of one sample each."""
-    if problem.sample_divisor and isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
+    if isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
         return False
     return registers(plan, problem, device) <= plan.max_registers and fits_shared_memory(plan, problem, device)
 
@@ -113,18 +113,18 @@ def register_limit(threads_per_sm: int, device: DeviceSpec) -> int:
 def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) -> int:
     """Registers that a thread of a compute group can have, with one CTA per SM and a producer that keeps
     PRODUCER_REGISTERS per thread."""
-    compute, producer = WARP_SIZE * num_warps * num_groups, WARP_SIZE * PRODUCER_WARPS
-    entry = register_limit(compute + producer, device) // REGISTER_STEP * REGISTER_STEP
-    left = entry * (compute + producer) - PRODUCER_REGISTERS * producer
-    return min(MAX_GROUP_REGISTERS, left // compute // REGISTER_STEP * REGISTER_STEP)
+    warps = num_warps * num_groups
+    entry = register_limit(WARP_SIZE * (warps + PRODUCER_WARPS), device) // REGISTER_STEP * REGISTER_STEP
+    left = entry * (warps + PRODUCER_WARPS) - PRODUCER_REGISTERS * PRODUCER_WARPS
+    return min(MAX_GROUP_REGISTERS, left // warps // REGISTER_STEP * REGISTER_STEP)
 
 
 def entry_registers(plan: WarpSpecializedPlan) -> int:
     """Registers per thread at the start of a kernel. Its compute groups reach max_registers once the producer has given
     up its surplus."""
-    compute, producer = WARP_SIZE * plan.num_warps * plan.num_groups, WARP_SIZE * PRODUCER_WARPS
-    total = compute * plan.max_registers + producer * PRODUCER_REGISTERS
-    return _round_up(total / (compute + producer), REGISTER_STEP)
+    warps = plan.num_warps * plan.num_groups
+    total = warps * plan.max_registers + PRODUCER_WARPS * PRODUCER_REGISTERS
+    return _round_up(total / (warps + PRODUCER_WARPS), REGISTER_STEP)
 
 
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
@@ -157,8 +157,7 @@ def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
 
 
 def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
-    """Those of a backward. The oldest Triton keeps to the registers that let all CTAs of an SM be resident; later
-    releases may take more."""
+    """Those of a backward. `limit` are those with which all CTAs of an SM are resident."""
     limit = register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
     return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 

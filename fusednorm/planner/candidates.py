@@ -1,9 +1,8 @@
 """candidates(variant, problem, device): the few plans worth considering, all legal and within the budgets.
 
-A frame names the warps of a CTA, the CTAs of an SM, the stages, and how many elements of a tile a thread may have. It
-makes plans whose chunks are 0. Each is then cut: a row gets the fewest copies, then the least padding, then the largest
-chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A survey
-of plan families").
+A Frame makes plans whose chunks are 0. Each is then cut: a row gets the fewest copies, then the least padding, then the
+largest chunk. Which candidate is the fastest is not asked here. The frames were chosen from surveys (bench/NOTES.md, "A
+survey of plan families").
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
     if variant == "warp_specialized":
         return _warp_specialized(problem, device, good=False)
-    kind = "copied ring" if variant == "async_copy" else "ring"
-    asked = kind, problem, device, False
+    asked = "copied ring" if variant == "async_copy" else "ring", problem, device, False
     found = of_frames(*asked, weight_in_smem=False) or of_frames(*asked, weight_in_smem=False, num_stages=1)
     return next(iter(found), None)
 
@@ -94,7 +92,7 @@ def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan
     """The plans of a kind's frames, before a row is cut. A short row has no cluster unless its frame has no other."""
     known = problem.quantities, {"kind": kind}
     groups = (each["frames"] for each in limits.read("frames") if limits.value_of(each["for"], *known))
-    frames = [Frame(**frame) for frame in itertools.chain.from_iterable(groups)]
+    frames = (Frame(**frame) for group in groups for frame in group)
     clusters = cluster_sizes(problem, device) if RINGS.get(kind) is PipelinedPlan else (1,)
     for frame, cluster in itertools.product(frames, clusters):
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
@@ -131,7 +129,7 @@ def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True)
     if isinstance(plan, MultiWavePlan):
         return _held(plan, problem, device, good)
     rows, warps = plan.rows_per_tile, plan.num_warps
-    if not isinstance(plan, PipelinedPlan) or (problem.sample_divisor and problem.sample_divisor % rows):
+    if not isinstance(plan, PipelinedPlan) or problem.sample_divisor % rows:
         return None
     cuts = _cuts(problem.cols, problem.direction, rows, warps, plan.cluster)
     cuts = _copied_cuts(problem, plan.threads_per_row) if plan.by_threads else cuts
@@ -155,8 +153,7 @@ def _cuts(cols: int, direction: str, rows: int, warps: int, cluster: int) -> lis
         if boxes <= limits.max_box_side and limits.value_of(limits.good_chunks, known):
             for copy_chunks, tail in ways_to_copy(num_chunks, whole):
                 copies = 2 if tail else -(-num_chunks // copy_chunks)
-                rank = boxes > limits.many_boxes, copies, padded, num_chunks
-                found.append((*rank, chunk, copy_chunks, tail))
+                found.append((boxes > limits.many_boxes, copies, padded, num_chunks, chunk, copy_chunks, tail))
     names = "num_chunks", "chunk", "copy_chunks", "tail"
     return [dict(zip(names, way, strict=True)) for _, _, _, *way in sorted(found)]
 
@@ -241,9 +238,8 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
 
 def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
-    known = vars(device) | {"whole": 1 << max(4, (problem.cols - 1).bit_length())}
-    shape = {name: limits.value_of(each, problem.quantities, known) for name, each in limits.column_tiles.items()}
-    plan = ColumnTilePlan(**shape)
+    known = problem.quantities, vars(device) | {"whole": 1 << max(4, (problem.cols - 1).bit_length())}
+    plan = ColumnTilePlan(**{name: limits.value_of(each, *known) for name, each in limits.column_tiles.items()})
     room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)
     return replace(plan, ctas_per_sm=max(1, min(plan.ctas_per_sm, room)))
 

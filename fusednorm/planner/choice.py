@@ -65,8 +65,7 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     found = (((math.inf, asked),), "forced") if asked else measured(problem, device) or published(problem, device)
     ranges, source = found or (predicted(problem, device), "model")
     *few, (_, many) = ranges
-    if many.variant != "multi_wave":  # a ring counts rows in 32 bits
-        # Column tiles sum no modulations by sample.
+    if many.variant != "multi_wave":  # a ring counts rows in 32 bits, and column tiles have no sums by sample
         rest = best_plan("multi_wave", problem, device) if problem.by_sample else column_tile_plan(problem, device)
         ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))
     return Chosen(ranges, source)
@@ -131,11 +130,6 @@ def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | 
     return (*few, (math.inf, ring)), "published"
 
 
-def bytes_on_their_way(plan: RingPlan, problem: NormProblem) -> float:
-    """Of the ring's shared memory on an SM, what is copied while one stage is computed on."""
-    return plan.ctas_per_sm * shared_bytes(plan, problem) * (plan.num_stages - 1) / plan.num_stages
-
-
 @functools.lru_cache(maxsize=4096)
 def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
     """What the model says. A range ends half way, in octaves, between the row counts at which plans are compared."""
@@ -157,7 +151,9 @@ def best_plan(variant: str, problem: NormProblem, device: DeviceSpec, full: bool
     `full`, one of the rings that have as many bytes on their way as the device wants, as nvFuser's have, if any has."""
     plans, least = candidates(variant, problem, device), device.bytes_in_flight_per_sm
     rings = [plan for plan in plans if full and isinstance(plan, RingPlan)]
-    plans = [ring for ring in rings if bytes_on_their_way(ring, problem) >= least] or plans
+    # All stages are on their way but the one that is computed on.
+    sizes = ((ring, ring.ctas_per_sm * shared_bytes(ring, problem) * (1 - 1 / ring.num_stages)) for ring in rings)
+    plans = [ring for ring, size in sizes if size >= least] or plans
     return _fastest(plans, problem, device, limits.compared_rows_per_sm[-1])
 
 

@@ -79,8 +79,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     by_columns = plan.by_columns and num_passes(plan, problem) == 1
     columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster
     elements = columns if plan.by_columns else plan.chunk * plan.num_chunks
-    rows_of_group = rows // problem.form.groups
-    of_group = grid.ctas(rows_of_group)
+    of_group = grid.ctas(rows_of_group := rows // problem.form.groups)
     ctas = of_group * problem.form.groups * math.ceil(problem.cols / columns)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))
@@ -88,11 +87,15 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     # A tile in registers is loaded while another is computed on, if the CTA has another.
     boxes, stages = 0.0, 1 if plan.short_lived else 2
+    # Chunks, times the warps that have a part of each column's sum; eight rows that a thread adds up count as one.
+    owns = plan.by_columns or plan.rows_per_tile == 1 or plan.chunk * problem.x_dtype.itemsize >= 512 * plan.num_warps
+    merged = 0 if owns else plan.num_chunks * plan.num_warps
     if is_ring:
         box, stages = plan.box_columns(problem.cols), plan.num_stages
         slower = limits.slower_if_many if plan.chunk > limits.many_boxes * box else 1
         stages += plan.by_threads  # a stage is refilled while it is computed on
         boxes = 0 if plan.by_threads else problem.cols / box * (2 - problem.is_forward) * slower
+        merged = plan.num_chunks * plan.rows_per_tile / 8 if 1 == plan.warps_per_row < plan.num_warps else 0
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
         launches=num_launches(plan, problem),
@@ -104,14 +107,6 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
         sm_boxes=of_sm * boxes / plan.cluster,
         tiles=math.ceil(tiles / plan.num_groups) * (not by_columns),  # these sum no row
         ahead=on_an_sm * stages,
-        merged=problem.num_sums * _merged(plan, problem),
+        merged=problem.num_sums * merged,
         partials=grid.partials(rows_of_group) if problem.num_sums else 0,
     )
-
-
-def _merged(plan: Plan, problem: NormProblem) -> float:
-    """Chunks, times the warps that have a part of each column's sum; eight rows that a thread adds up count as one."""
-    if isinstance(plan, RingPlan):
-        return plan.num_chunks * plan.rows_per_tile / 8 if 1 == plan.warps_per_row < plan.num_warps else 0
-    owns = plan.rows_per_tile == 1 or plan.chunk * problem.x_dtype.itemsize >= 16 * 32 * plan.num_warps
-    return 0 if plan.by_columns or owns else plan.num_chunks * plan.num_warps

@@ -92,15 +92,11 @@ class NormProblem:
         of_scale, of_shift = 1 in self.summed, 2 in self.summed
         has_bias = self.is_forward and (self.bias_dtype is not None or "shift" in self.names_shared)
         return replace(
-            self,
-            weight_dtype=self.acc_dtype,
-            bias_dtype=self.acc_dtype if has_bias else None,
-            wants_dw=self.wants_dw or of_scale,
-            wants_db=self.wants_db or of_shift or (of_scale and self.reads_bias),
-            shared=tuple([dtype for _, dtype in left]),
-            names_shared=tuple([name for name, _ in left]),
+            self, weight_dtype=self.acc_dtype, bias_dtype=self.acc_dtype if has_bias else None,
+            wants_dw=self.wants_dw or of_scale, wants_db=self.wants_db or of_shift or (of_scale and self.reads_bias),
+            shared=tuple([dtype for _, dtype in left]), names_shared=tuple([name for name, _ in left]),
             summed=tuple([gradient for gradient in self.summed if gradient > 2]),
-        )
+        )  # fmt: skip
 
     @cached_property
     def wants_float32_sum(self) -> bool:
@@ -127,11 +123,9 @@ class NormProblem:
         own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
         x, grad, residual, weight, bias = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
-        by_row = [name for name in self.names_in if self.form.modulates and name in MODULATIONS]
         late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
         # A forward keeps the row that is normalized from its statistics to y, and what the form's last step reads.
-        of_sum = self.rows_out[0] if self.rows_out and self.form.rounds_sum else self.acc_dtype
-        normalized = of_sum if self.rows_out else self.x_dtype
+        normalized = self.x_dtype if not self.rows_out else self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
         held = normalized, *self.rows_in[self.form.rows_before :]
         # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
         # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes. A forward holds
@@ -149,7 +143,7 @@ class NormProblem:
             moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,
             shared_rows=len(self.shared), shared_bytes=sum(map(bytes_of, self.shared)),
             sums=self.num_sums, summed=len(self.summed) > 0, modulates=self.form.modulates,
-            modulations_by_row=len(by_row),
+            modulations_by_row=self.form.modulates and any(name in MODULATIONS for name in self.names_in),
         )  # fmt: skip
 
     @property

@@ -154,8 +154,7 @@ class ReferencePlan(Plan):
     reason: str
 
 
-# Of this package's kernels.
-TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, AsyncCopyPlan, WarpSpecializedPlan
+TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, AsyncCopyPlan, WarpSpecializedPlan  # ours
 VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized", "reference")
 
 
@@ -219,12 +218,10 @@ class Grid:
 
 @functools.lru_cache(maxsize=4096)
 def grid_of(plan: Plan, problem: NormProblem, device: DeviceSpec, sample_rows: int = 0) -> Grid:
-    """The grid of a plan, for each of the groups of columns. Each CTA gets at least one row tile, of one sample. The
-    grid has as many CTAs as run at once, even if some get a row tile fewer than others: fewer CTAs would take as long
-    and load less at a time. If CTAs leave partials, their least work limits their number. If a sum is wanted in
-    float32, their number is a multiple of those that run at once where each would get too many tiles. With an sm_margin
-    it is not: CTAs that wait for a place would take the SMs that the margin leaves free. Short-lived CTAs may be more
-    than run at once; all but the last get equally many tiles."""
+    """The grid of a plan, for each of the groups of columns. It has as many CTAs as run at once, even if some get a row
+    tile fewer than others: fewer CTAs would take as long and load less at a time. With an sm_margin no sum makes it
+    larger: CTAs that wait for a place would take the SMs that the margin leaves free. Of short-lived CTAs, all but the
+    last get equally many tiles."""
     first_wave, groups = clusters_at_once(plan.cluster, device), problem.form.groups
     at_once, first_wave = max(1, plan.ctas_per_sm * first_wave // groups), max(1, first_wave // groups)
     rows_of_cta = tiles_of_cta = least_short_lived = 0
@@ -258,8 +255,7 @@ def piece_of_partials(cols: int, itemsize: int) -> tuple[int, int, int]:
 
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
     """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
-    by_tiles = plan.kernel == "column_tiles" and problem.writes_rows
-    return None if plan.kernel == "reference" else 2 if by_tiles else 1
+    return None if plan.kernel == "reference" else 1 + (plan.kernel == "column_tiles" and problem.writes_rows)
 
 
 def num_launches(plan: Plan, problem: NormProblem) -> int | None:

@@ -130,8 +130,7 @@ def shipped() -> tuple[Table, ...]:
 
 def user_file(gpu: str) -> Path:
     """Where `tune` writes the table of a GPU."""
-    name = re.sub("[^a-z0-9]+", "-", gpu.lower())
-    return Path.home() / ".cache" / "fusednorm" / "plans" / f"{name}.jsonl"
+    return Path.home() / ".cache" / "fusednorm" / "plans" / (re.sub("[^a-z0-9]+", "-", gpu.lower()) + ".jsonl")
 
 
 @functools.cache
@@ -139,10 +138,8 @@ def of_user(gpu: str) -> Table | str | None:
     """The user's table of a GPU, without lines that another release wrote, or why its file cannot be used; None if
     there is none."""
     path = user_file(gpu)
-    if not path.exists():
-        return None
-    table = read(path, _is_known)
-    return table if isinstance(table, str) or table.gpu == gpu else f"{path} was measured on {table.gpu}"
+    table = read(path, _is_known) if path.exists() else None
+    return f"{path} was measured on {table.gpu}" if isinstance(table, Table) and table.gpu != gpu else table
 
 
 def _is_known(line: str) -> bool:
@@ -162,8 +159,7 @@ def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterato
         unknown = problem is not None and not each.knows_parameters(problem)
         return unknown, device.name not in each.gpu and each.gpu not in device.name
 
-    own = of_user(device.name)
-    if isinstance(own, Table):
+    if isinstance(own := of_user(device.name), Table):
         yield own
     alike = (each for each in shipped() if each.arch == device.arch)
     yield from sorted(alike, key=order)[:1]
