@@ -132,6 +132,12 @@ def results(function, given):
     return [*(each.detach() for each in outputs), *(g if g is not None else g_of * 0 for g, g_of in zip(grads, given))]  # noqa: B905
 
 
+def assert_computes(traced, model, given):
+    """The outputs and gradients of the model."""
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def ops_in(graph):
     found = [str(node.target).removesuffix(".default") for node in graph.graph.nodes if node.op == "call_function"]
     return [name for name in found if name.startswith("fusednorm.")]
@@ -186,8 +192,7 @@ def test_a_sum_may_be_of_use_to_the_norm_alone(written):
         return [written(gated_sum(x, residual, gate), scale, shift, functools.partial(layer, weight=None))]
 
     traced, given = trace(model, join="modulated"), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
     assert_is_one_op(traced, layer, "of_gated_sum")
 
 
@@ -196,8 +201,7 @@ def test_a_number_may_be_added_before_the_norm():
         return [dit(x + 1, scale, shift, functools.partial(layer, weight=None))]
 
     traced, given = trace(model, join="modulated"), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
     assert_is_one_op(traced, layer, "")
 
 
@@ -211,8 +215,7 @@ def test_a_cast_to_the_dtype_of_another_tensor_reads_none_of_it():
         return dit(h, scale, shift, functools.partial(layer, weight=None)), h * written
 
     traced, given = trace(model, join="modulated"), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
     assert_is_one_op(traced, layer, "of_sum")
 
 
@@ -225,8 +228,7 @@ def test_modulations_may_be_of_tokens_and_of_all_samples():
         given = operands()
         given[2:5] = [torch.randn(shape).requires_grad_() for _ in range(3)]
         traced = trace(model, join="modulated")
-        for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert_computes(traced, model, given)
         assert_is_one_op(traced, layer, "of_gated_sum")
 
 
@@ -260,8 +262,7 @@ def test_one_graph_serves_any_number_of_rows_and_samples():
             torch._dynamo.mark_dynamic(each, 0)
         for each in given[:2]:
             torch._dynamo.mark_dynamic(each, 1)
-        for ours, theirs in zip(results(traced, given), results(block, given), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert_computes(traced, block, given)
     assert_is_one_op(traced, layer, "of_gated_sum")
 
 
@@ -323,8 +324,7 @@ OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over, scal
 def test_other_code_stays_as_it_is(other):
     model, given = functools.partial(block, written=other), operands()
     traced = trace(model, join="modulated")
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
     assert not any("modulated" in name for name in ops_in(traced.forward) + ops_in(traced.backward))
 
 
@@ -353,8 +353,7 @@ def made_without_gradients(x, residual, scale, shift, gate, weight):
 @pytest.mark.parametrize("model", [watched, made_without_gradients], ids=lambda each: each.__name__)
 def test_gradients_may_be_off_for_what_is_before_and_behind(model):
     traced, given = trace(model, join="modulated"), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
 
 
 def h_is_written_over(x, residual, scale, shift, gate, weight):
@@ -386,8 +385,7 @@ OF_H = [h_is_written_over, a_scale_of_h, a_shift_of_h, h_as_shift]
 @pytest.mark.parametrize("model", OF_H, ids=lambda each: each.__name__)
 def test_what_cannot_wait_for_the_modulation_is_no_part_of_the_op(model):
     traced, given = trace(model, join="modulated"), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_computes(traced, model, given)
     assert not any("sum" in name for name in ops_in(traced.forward))
 
 

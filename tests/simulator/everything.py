@@ -2,8 +2,8 @@
 
     make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
-The oldest and the newest Triton release compile the whole product; the releases take the random problems, of which a
-fifth have forms, in turn. Each problem runs in one order of events, with its number as the seed. A run that was stopped
+The oldest and the newest Triton release compile the whole product. The releases share the random problems in turn. A
+fifth of these have forms. Each problem runs in one order of events, with its number as the seed. A run that was stopped
 continues where it stopped; a change of the source starts again from nothing. Exit code 1 if any problem fails.
 """
 
