@@ -10,7 +10,7 @@ TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
 PEERS = ("inductor", "liger", "fla")
 FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[name] for name in PEERS}}
-HEAD_CANDIDATES = {"ours": "ours", "norms": "our norms, apart", "inductor": NAMES["inductor"]}
+HEAD_CANDIDATES = {"ours": "ours", "norms": "our norms, apart", "cudnn": NAMES["cudnn"], "inductor": NAMES["inductor"]}
 
 
 def forms(gpu: str) -> str:
@@ -37,9 +37,10 @@ def heads(gpu: str) -> str:
     found: dict[tuple, dict[str, dict[str, str]]] = {}
     for r in records_of("heads", gpu):
         if r.get("median_us") and r["candidate"] in HEAD_CANDIDATES:
-            packed = "packed, " if r["packed"] else ""
+            kind = "packed, " if r["packed"] else "of all heads, " if r.get("whole") else ""
+            first = " first" if r.get("first") == "rotary" else ""
             shape = f"{r['tokens']} x {r['heads']}+{r['kv_heads']} x {r['cols']}"
-            case = f"{NAMES[r['norm']]}, {packed}rotary {r['rotary']}", shape
+            case = f"{NAMES[r['norm']]}, {kind}rotary {r['rotary']}{first}", shape
             found.setdefault(case, {}).setdefault(r["candidate"], {})[r["direction"]] = f"{r['times_floor']:.2f}"
     names = [name for name in HEAD_CANDIDATES if any(name in each for each in found.values())]
     lines = [
