@@ -278,6 +278,7 @@ class RingTile(Tile):
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     cluster: int = 1  # CTAs that share a row: `chunk` columns of each chunk in each CTA
     by_threads: bool = False  # each thread copies its own elements, a chunk to a copy; else TMA copies tiles
+    added_in_ring: bool = False  # the ring's last tensor is a gradient that pipelined.backward adds to dx
     # The rest is for warp_specialized.py.
     num_groups: int = 1  # compute groups that take tiles in turn
     cached: bool = False  # a tile stays in registers between its two passes

@@ -134,7 +134,7 @@ def read_tiles(rings, stage, reload: gl.constexpr, tile: gl.constexpr):
     """The tiles of x and of the form's row tensors in the ring, and that of dy."""
     tiles = (row_tile.read_tile(rings.slots[0], stage, reload, tile),)
     dy = row_tile.read_tile(rings.slots[1], stage, reload, tile)
-    for t in gl.static_range(2, len(rings.slots)):
+    for t in gl.static_range(2, len(rings.slots) - tile.added_in_ring):
         tiles = tiles + (row_tile.read_tile(rings.slots[t], stage, reload, tile),)
     return tiles, dy
 
@@ -226,13 +226,16 @@ def backward(
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
     gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None, strides=None,
+    desc_3=None, tail_desc_3=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
     row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. With
     tile.reads_once, the second read falls away: the compiler holds what both passes make, and what the second alone
     would make for gradients without row sums is made in the first. dw and db are complete before the last tile's dx,
     and are stored before it where `partial_sums.stores_early` says so. The form's other row tensors come as in
-    `forward`. Where threads copy, each chunk of a tile is waited for, read and refilled by itself."""
+    `forward`. So does a gradient that is added: to registers, asked for before the tile is waited for, or as the ring's
+    last tensor, from which it is read when dx is made. Where threads copy, each chunk of a tile is waited for, read and
+    refilled by itself."""
     in_memory = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -249,7 +252,10 @@ def backward(
         descs = descs + (desc_1,)
     if desc_2 is not None:
         descs = descs + (desc_2,)
-    rings = open_rings(descs, (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2), strides, cols, share, tile)
+    if desc_3 is not None:
+        descs = descs + (desc_3,)
+    tails = (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2, tail_desc_3)
+    rings = open_rings(descs, tails, strides, cols, share, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
@@ -278,9 +284,9 @@ def backward(
             stage = opaque(at.stage)  # else the addresses of all chunks would be held
             sums, row_sums = sum_by_chunks(rings, stage, held, statistics, weight, sums, inside, tile)
         else:
+            others = row_tile.load_added(added, row, cols, tile)
             ring.wait_for_tile(rings, at, tile)
             tiles, dy = read_tiles(rings, at.stage, False, tile)
-            others = row_tile.load_added(added, row, cols, tile)
             if tile.reads_once:
                 passes.store_early_gradients(
                     outs, stride, tiles + more, held, dy, statistics, weight, bias, row, cols, inside, tile
@@ -303,6 +309,8 @@ def backward(
             )  # fmt: skip
         else:
             # Refill: every warp has read the stage, by the compiler's CTA barrier and proxy fence before the copies.
+            if tile.added_in_ring:
+                others = (row_tile.read_tile(rings.slots[len(rings.slots) - 1], at.stage, False, tile),)
             if tile.reads_once:
                 fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
             else:  # the stage still has the tile: it is refilled below, after these reads

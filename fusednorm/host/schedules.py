@@ -201,6 +201,9 @@ def _ring_maps(
     of_form = [each.value for each in call.added if isinstance(each.value, RowView) and not each.is_of_samples]
     views = [*call.rows_read[:own], *(of_form if plan.rows_in_ring else ())]
     named: dict[str, Operand] = {"rows_in": None, "strides_in": None} if len(views) > own else {}
+    if plan.added_in_ring:
+        views += [RowView(each, 1, call.problem.width, 0) for each in call.added_rows]
+        named["added"] = None
     if plan.by_threads:
         maps = [view.tensor for view in views] + [None] * len(views)
         named["strides"] = tuple([view.outer_stride for view in views])

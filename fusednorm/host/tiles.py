@@ -106,6 +106,7 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         reads_once=rules["reads_once"],
         in_pairs=rules["widens_in_pairs"],
         by_threads=plan.by_threads,
+        added_in_ring=plan.added_in_ring,
         **more,
     )
 

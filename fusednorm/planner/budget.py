@@ -68,6 +68,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
     tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
     tensors += problem.rows_in if plan.rows_in_ring else ()
+    tensors += [problem.residual_dtype] if plan.added_in_ring else []
     held = computed(plan, problem)
     parameters = [held.weight_dtype, held.bias_dtype if held.reads_bias else None, *held.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies

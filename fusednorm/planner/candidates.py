@@ -106,7 +106,10 @@ def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan
                 known = frame._asdict() | {"kind": kind, "rows": rows, "cluster": cluster, "columns": columns}
                 of_ring = limits.stages_of_ring, limits.weight_in_smem
                 stages, in_smem = (limits.value_of(each, problem.quantities, known) for each in of_ring)
-                yield RINGS[kind](**shape, num_stages=stages, weight_in_smem=in_smem, cluster=cluster)
+                added = RINGS[kind] is PipelinedPlan
+                yield RINGS[kind](
+                    **shape, num_stages=stages, weight_in_smem=in_smem, cluster=cluster, added_in_ring=added
+                )
             else:
                 yield MultiWavePlan(**shape)
 
@@ -135,7 +138,10 @@ def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True)
     cuts = _copied_cuts(problem, plan.threads_per_row) if plan.by_threads else cuts
     limit = budget.register_limit(32 * warps * plan.ctas_per_sm, device)
     in_ring = len(problem.rows_in) > 0 and (plan.num_stages > 1 or plan.by_threads)  # or else no tile is ahead
-    plans = (replace(plan, **each, max_registers=limit, rows_in_ring=in_ring) for each in cuts)
+    has_added = plan.added_in_ring and problem.residual_dtype is not None and plan.num_stages > 1
+    ways = (True, False) if has_added else (False,)
+    kept = {"max_registers": limit, "rows_in_ring": in_ring}
+    plans = (replace(plan, **each, **kept, added_in_ring=way) for each in cuts for way in ways)
     plans = (plan for plan in plans if plan.by_threads or plan.num_copies <= limits.most_copies)
     return _first_within_budget(plans, problem, device, good)
 

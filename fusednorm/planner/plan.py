@@ -27,7 +27,7 @@ class Plan:
     cluster = 1  # CTAs that share a row
     num_groups = 1  # compute groups of a CTA, which sum dw and db each for itself
     by_columns = False  # CTAs own columns, not whole rows
-    short_lived = cached = rows_in_ring = by_threads = False
+    short_lived = cached = rows_in_ring = added_in_ring = by_threads = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class PipelinedPlan(RingPlan):
 
     variant = kernel = "pipelined"
     rows_in_ring: bool = False  # the row tensors that a form reads beside x come through the ring, too
+    added_in_ring: bool = False  # so does a gradient that is added to dx
 
 
 @dataclass(frozen=True)
@@ -155,13 +156,17 @@ class ReferencePlan(Plan):
 
 
 TYPES = MultiWavePlan, ColumnTilePlan, ColumnRingPlan, PipelinedPlan, AsyncCopyPlan, WarpSpecializedPlan  # ours
+SELDOM = 2  # fields at the end of a ring's plan
 VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized", "reference")
 
 
 def text_of(plan: Plan) -> str:
-    """A plan in short: its type, and the values of its fields in their order. Most plans have no rows_in_ring, and none
-    is left out."""
-    values = [int(value) for name, value in vars(plan).items() if value or name != "rows_in_ring"]
+    """A plan in short: its type, and the values of its fields in their order. What most rings lack, at the end, is left
+    out."""
+    values = [int(value) for value in vars(plan).values()]
+    least = len(values) - SELDOM * isinstance(plan, PipelinedPlan)
+    while len(values) > least and not values[-1]:
+        values.pop()
     return f"{type(plan).__name__.removesuffix('Plan')}({','.join(map(str, values))})"
 
 
@@ -171,7 +176,7 @@ def from_text(text: str) -> Plan:
     name, _, values = text.removesuffix(")").partition("(")
     numbers = [int(value) for value in values.split(",")]
     for kind in TYPES:
-        may_lack = issubclass(kind, PipelinedPlan)  # rows_in_ring, which is the last one
+        may_lack = SELDOM * issubclass(kind, PipelinedPlan)
         if kind.__name__ == f"{name}Plan" and 0 <= len(fields(kind)) - len(numbers) <= may_lack:
             pairs = zip(fields(kind), numbers, strict=False)
             return kind(**{field.name: bool(number) if field.type == "bool" else number for field, number in pairs})

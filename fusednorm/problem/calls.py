@@ -194,6 +194,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         added = tuple(each._replace(value=None) if each.role is Role.COLUMNS else each for each in added)
     wants_dx = more.pop("wants_dx")
     residual = packed(residual_grad) if wants_dx and residual_grad is not None else None
+    copied = view, grad_view, *([] if residual is None else [RowView(residual, 1, width, 0)])  # to rings
     problem = _problem(
         norm,
         "backward",
@@ -207,7 +208,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         wants_dw and weight is not None,
         wants_db and bias is not None,
         nested_rows=any([each.inner_rows != 1 for each in views]),
-        tma_aligned=all([is_tma_aligned(each, cols) for each in _views((view, grad_view), added)])
+        tma_aligned=all([is_tma_aligned(each, cols) for each in _views(copied, added)])
         and all(each * x.element_size() % ALIGNMENT == 0 for each in places),
         form=operands.form,
         packed=bool(places),

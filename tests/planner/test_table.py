@@ -220,8 +220,9 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
 
 def test_a_text_may_have_all_values_of_a_plan_that_has_no_rows_in_its_ring():
     assert from_text(HELD) == from_text(HELD.replace(")", ",0)")) != from_text(HELD.replace(")", ",1)"))
+    assert text_of(from_text(HELD.replace(")", ",0,1)"))) == HELD.replace(")", ",0,1)")
     with pytest.raises(ValueError, match="is no plan"):
-        from_text(HELD.replace(")", ",0,0)"))
+        from_text(HELD.replace(")", ",0,0,0)"))
 
 
 def test_a_line_is_json_and_a_table_reads_what_it_wrote(file):

@@ -284,8 +284,10 @@ class Launched(NamedTuple):
     def more_rows(self, name: str, at: int = 0) -> torch.Tensor | None:
         """One tensor of `rows_in`, `rows_out`, `added` or `shared`, whose rows belong to samples."""
         (rows, cols), parameters = self.shape(), self.parameters
-        if name == "rows_in" and f"desc_{at + 1}" in parameters:  # through the ring
-            return parameters[f"desc_{at + 1}"].rows(self.build.groups)
+        of_form = self.build.norm.rows_in
+        nth = {"rows_in": range(len(of_form)), "added": [len(of_form)]}.get(name, ())[at:][:1]
+        if nth and f"desc_{nth[0] + 1}" in parameters:  # through the ring
+            return parameters[f"desc_{nth[0] + 1}"].rows(self.build.groups)
         if f"{name}.{at}" not in parameters:
             return None
         rows = rows // self.sample_rows() if name == "shared" else rows
