@@ -241,7 +241,7 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
-    modulations by row if a sample has few rows, or more rows than a grid's second dimension may have CTAs; if it is of
+    modulations by row if a sample has few rows, or too many that no parts of equal size have enough; if it is of
     a sum, whose CTAs have no registers to hold them, unless they are wider than x, and slow to read for each row; or if
     a row's bits must not depend on how many rows there are."""
     is_forward = operands.direction == FORWARD
@@ -254,10 +254,12 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
-    unfit = sample_rows and not limits.least_rows_of_sample <= sample_rows <= MOST_CTAS
+    parts = _parts_of(sample_rows) if is_forward else 1
+    sample_rows //= parts
+    unfit = sample_rows and sample_rows < limits.least_rows_of_sample
     wide = any(each is not None and each.element_size() > x.element_size() for _, each in modulations)
     if is_forward and (unfit or (operands.form.combine and not wide) or invariance.switch.invariance()):
-        shared, dims, sample_rows = {}, 0, 0
+        shared, dims, sample_rows, parts = {}, 0, 0, 1
 
     def read(slot: Slot, value: Any) -> Any:
         role = slot.role
@@ -268,13 +270,14 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         if role is Role.ROWS:
             return row_view_or_copy(value, batch_ndim, cols)
         if role is Role.MODULATION:
-            first = dims if slot.name in shared and shared[slot.name].is_by_sample else batch_ndim
+            is_shared = slot.name in shared and shared[slot.name].is_by_sample
             normalized_shape = x.shape[batch_ndim:]
+            read_by = (*batch_shape[:dims], *((parts,) if parts > 1 else ())) if is_shared else batch_shape
             if is_forward and invariance.switch.invariance():
                 value = packed(value)  # read in place by all rows that share it
-            rows = spread(value, first + len(normalized_shape), len(normalized_shape))
-            rows = rows.expand(*batch_shape[:first], *normalized_shape)
-            return (is_forward and row_view(rows, first)) or row_view_or_copy(rows, first, cols)
+            rows = spread(value, len(read_by) + len(normalized_shape), len(normalized_shape))
+            rows = rows.expand(*read_by, *normalized_shape)
+            return (is_forward and row_view(rows, len(read_by))) or row_view_or_copy(rows, len(read_by), cols)
         return statistic(value) if role is Role.STATISTIC else packed(value)
 
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
@@ -291,6 +294,14 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         ),
         sample_rows,
     )
+
+
+def _parts_of(sample_rows: int) -> int:
+    """How many samples a forward makes of one, so that none has more rows than a grid's second dimension has CTAs."""
+    parts = max(1, -(-sample_rows // MOST_CTAS))
+    while sample_rows % parts:
+        parts += 1
+    return parts
 
 
 def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fusednorm.operands import operands_of
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import Plan, from_text
+from fusednorm.problem import calls
 from fusednorm.problem.calls import check_backward, check_forward
 
 # More row tiles than CTAs of a sample; rows that end within a tile and within a sample; one sample, and many.
@@ -125,6 +126,21 @@ def test_modulations_of_samples_may_lie_2_to_the_31_elements_apart(variant, dire
     plan = candidates(variant, call.problem, H200)[0]
     assert call.sample_rows == 32 and call.problem.shared
     for got, want in zip(outputs_of(call, plan), outputs_of(near, plan), strict=True):
+        assert got is want is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
+def test_a_sample_of_more_rows_than_a_grid_has_ctas_is_several_in_a_forward(variant, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(2, 3, 1, 512, generator=generator)
+    named = {"x": torch.randn(2, 96, 512, generator=generator).to(BF16), "scale": packed[:, 0], "shift": packed[:, 1]}
+    operands = operands_of("layer_norm_fwd_modulated", (), named | {"normalized_shape": (512,), "eps": EPS})
+    whole = check_forward(operands)
+    monkeypatch.setattr(calls, "MOST_CTAS", 40)
+    call = check_forward(operands)
+    plan = candidates(variant, call.problem, H200)[0]
+    assert (whole.sample_rows, call.sample_rows) == (96, 32)
+    for got, want in zip(outputs_of(call, plan), outputs_of(whole, plan), strict=True):
         assert got is want is None or torch.equal(got, want)
 
 
