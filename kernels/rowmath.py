@@ -239,6 +239,16 @@ def as_step(value, nth: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
+def product(a, b, nth: tl.constexpr, norm: tl.constexpr):
+    """a * b as a step. As a multiply-add it is rounded in float32, too, before something is added to it."""
+    if norm.rounds_steps:
+        found = as_step(tl.fma(a, b, tl.cast(0.0, norm.acc)), nth, norm)
+    else:
+        found = a * b
+    return found
+
+
+@triton.jit
 def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """x * act(gate). As a multiply-add it is rounded wherever it is read: what a LayerNorm subtracts its mean from is
     what it took the mean of, so that equal elements have deviations of 0."""
@@ -249,7 +259,7 @@ def gated(tiles, stored: tl.constexpr, norm: tl.constexpr):
 @triton.jit
 def gated_total(tiles, stored: tl.constexpr, norm: tl.constexpr):
     """residual + gate * x"""
-    branch = as_step(tiles[0].to(norm.acc) * tiles[norm.row("gate")].to(norm.acc), 0, norm)
+    branch = product(tiles[0].to(norm.acc), tiles[norm.row("gate")].to(norm.acc), 0, norm)
     return kept(branch + tiles[norm.row("residual")], norm)
 
 
@@ -366,7 +376,7 @@ def plus_shift(u, tiles, norm: tl.constexpr):
 def modulated(u, tiles, norm: tl.constexpr):
     """u * factor(scale) + shift"""
     factor, _ = factor_of(tiles, norm)
-    return plus_shift(as_step(as_step(u, 1, norm) * as_step(factor, 2, norm), 3, norm), tiles, norm)
+    return plus_shift(product(as_step(u, 1, norm), as_step(factor, 2, norm), 3, norm), tiles, norm)
 
 
 @triton.jit

@@ -32,7 +32,6 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
-    "steps": ("multi_wave", replace(make_modulated(), steps=(torch.bfloat16,) * 4), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
     "unmodulated": ("warp_specialized", make_modulated(), MANY_ROWS, H200),
     "modulations_by_row": ("pipelined", make_gated_sum(by_sample=False), MANY_ROWS, H200),

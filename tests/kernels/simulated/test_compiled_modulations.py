@@ -9,7 +9,7 @@ from modulations import PORTABLE, SAMPLE, TOKEN, Modulated
 from simulator.host import simulated
 
 from fusednorm import reference
-from fusednorm.operands import operands_of
+from fusednorm.operands import OPS, operands_of
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import Plan, from_text
@@ -108,6 +108,29 @@ def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
         for got, want in zip(outputs_of(call, plan), exact, strict=True):
             if got is not None:
                 torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
+
+
+@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+def test_steps_of_a_forward_are_rounded_where_code_of_these_dtypes_rounds_them(form, modulation):
+    """The compiler would make one multiply-add of a product and a sum. The sums are exact, and all but those results
+    whose x_hat has another last bit."""
+    op, shape = f"layer_norm_fwd_{form}", (2, 40, 512)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(shape, generator=generator).to(BF16) for name in ("x", "residual")}
+    modulations = torch.randn(3, 2, 1, 512, generator=generator).to(modulation)
+    tensors |= dict(zip(("scale", "shift", "gate"), modulations, strict=True))
+    names = {slot.name for slot in OPS[op].inputs}
+    settings = {"normalized_shape": (512,), "eps": EPS, "rounds_steps": True}
+    settings |= {"residual_dtype": modulation} if "gated" in form else {}
+    operands = operands_of(op, (), {name: each for name, each in tensors.items() if name in names} | settings)
+    call, want = check_forward(operands), reference.formula(operands)
+    for variant in ("multi_wave", "async_copy", "pipelined"):
+        for plan in candidates(variant, call.problem, H200)[:1]:
+            got = outputs_of(call, plan)
+            assert got[0].dtype == want[0].dtype
+            assert torch.isclose(got[0], want[0], rtol=1e-5, atol=1e-5).float().mean() > 0.998
+            assert all(torch.equal(one, same) for one, same in zip(got[3:], want[3:], strict=True))
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
