@@ -293,7 +293,7 @@ def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
     def empty(*shape: int) -> Tensor:
         return torch.empty(1, case.tokens, *shape, dtype=case.dtype, device="meta")
 
-    if case.whole:
+    if case.whole and case.rotary == "none":
         return []
     packing = Packing(case.heads, case.kv_heads)
     packed = empty((case.heads + 2 * case.kv_heads) * case.cols) if case.packed else None

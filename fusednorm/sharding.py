@@ -160,8 +160,8 @@ def _add_column_sum(op: torch._ops.OpOverload) -> None:
 
 
 def _add_head_norm(op: torch._ops.OpOverload) -> None:
-    """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of the
-    heads, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
+    """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of
+    heads of a norm each, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.utils._pytree import tree_leaves
 
@@ -184,7 +184,9 @@ def _add_head_norm(op: torch._ops.OpOverload) -> None:
             return Shard(at) if role is Role.TABLE and at >= 0 and each.shape[at] > 1 else Replicate()
 
         found = [[Replicate()] * (len(outputs) + len(operands))]
-        for dim in range(len(x.shape) - 1 if len(x.shape) == len(k.shape) else 0):
+        of_parameters = [tuple(each.shape) for role, each in operands if role is Role.PARAMETER]
+        whole = grouped is None and any(shape != tuple(x.shape[-1:]) for shape in of_parameters)
+        for dim in range(len(x.shape) - 1 - whole if len(x.shape) == len(k.shape) else 0):
             of_outputs = [Partial("sum") if role is Role.PARAMETER else Shard(dim) for role in outputs]
             found.append([*of_outputs, *(placed(*each, dim) for each in operands)])
         return x, len(outputs), found

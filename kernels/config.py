@@ -187,6 +187,7 @@ class Tile(CompileTime):
     groups: int = 1  # of columns, each with CTAs of its own, whose program_id(2) says which it is
     makes_again: bool = False  # backward: the second pass makes values of the first again, and none is held for it
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
+    together: ClassVar[int] = 1  # the tile's rows that are normalized as one, if more than one: the first ones
 
     @property
     def width(self) -> int:
@@ -214,6 +215,12 @@ class PartsTile(Tile):
     pairs: bool = False  # of these, adjacent ones are turned together; else one of the first half and one of the second
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
+    together: int = 1  # the tile's rows that are normalized as one, if more than one: the first ones
+
+    @property
+    def step(self) -> int:
+        """Rows from one tile to the next."""
+        return self.together if self.together > 1 else self.rows
 
     @property
     def parts(self) -> tl.constexpr:

@@ -235,14 +235,41 @@ def store_chunk(ptr, start, value, row_mask, cols, c: tl.constexpr, tile: tl.con
 
 
 @triton.jit
+def held_rows(tile: tl.constexpr):
+    """Which rows of a tile are not padding, [tile.rows, 1]."""
+    held = tl.full([tile.rows, 1], True, tl.int1)
+    if tile.together > 1 and tile.together < tile.rows:
+        held = (tl.arange(0, tile.rows) < tile.together)[:, None]
+    return held
+
+
+@triton.jit
+def as_normalized(elements, tile: tl.constexpr):
+    """Elements that are added up by rows, [tile.rows, tile.chunk]; their sum, [1, 1], if the rows are normalized as
+    one."""
+    if tile.together > 1:
+        elements = tl.sum(tl.sum(elements, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    return elements
+
+
+@triton.jit
+def normalized_columns(cols, tile: tl.constexpr):
+    """How many elements have one mean."""
+    if tile.together > 1:
+        cols = cols * tile.together
+    return cols
+
+
+@triton.jit
 def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr, numbers: tl.constexpr = None):
-    """Mean and variance [tile.rows] of rows in registers: the mean of (x - mean)^2. RMSNorm's mean is 0. All elements
-    are `numbers`, by default of their dtype."""
+    """Mean and variance of rows in registers, [tile.rows] or, of rows that are normalized as one, [1]: the mean of
+    (x - mean)^2. RMSNorm's mean is 0. All elements are `numbers`, by default of their dtype."""
+    count = normalized_columns(cols, tile)
     if norm.layer:
         total = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         for c in tl.static_range(tile.chunks):
             total += x[c].to(norm.acc)
-        row_mean = quotient(tl.sum(total, axis=1), cols)
+        row_mean = quotient(tl.sum(as_normalized(total, tile), axis=1), count)
     else:
         row_mean = tl.full([tile.rows], 0.0, norm.acc)
     mean = row_mean[:, None]
@@ -252,14 +279,17 @@ def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr, numbers: tl.con
         deviation = x[c].to(norm.acc)
         if norm.layer:
             deviation -= mean
-            if c == tile.num_chunks - 1 or tile.width < tile.chunk:  # padding has x = 0, but a deviation of -mean
-                deviation = tl.where(inside(c, cols, tile), deviation, 0.0)
+            # Padding has x = 0, but a deviation of -mean.
+            if c == tile.num_chunks - 1 or tile.width < tile.chunk or tile.together > 1:
+                deviation = tl.where(mask_of_chunk(held_rows(tile), cols, c, tile), deviation, 0.0)
         deviations += deviation
         squares += deviation * deviation
-    squares = tl.sum(squares, axis=1)
-    variance = squares / cols
-    if norm.layer and not sums_equal_elements(numbers or x[0].dtype, norm.acc, tile.padded_columns):
-        row_mean, variance = corrected_moments(row_mean, tl.sum(deviations, axis=1), squares, cols)
+    squares = tl.sum(as_normalized(squares, tile), axis=1)
+    variance = squares / count
+    columns_of_sum: tl.constexpr = tile.padded_columns * tile.together
+    if norm.layer and not sums_equal_elements(numbers or x[0].dtype, norm.acc, columns_of_sum):
+        deviations = tl.sum(as_normalized(deviations, tile), axis=1)
+        row_mean, variance = corrected_moments(row_mean, deviations, squares, count)
     return row_mean, variance
 
 

@@ -5,6 +5,9 @@ second, and so on, but in a forward that turns rows they are mixed. A row is hel
 multiwave.py. The form may turn whole rows, by cos and sin in memory. A backward reads no statistics: it computes them
 again. It stores its CTA's sums of dw and db as row p of the tensor's [P, cols] partials.
 
+With tile.together, a tile is the heads of a token, which are normalized as one row. Weights, biases, sums and partials
+then have elements for each of these heads, [heads, cols].
+
 What the tensors have each, comes as a tuple with an element for each. Rows lie at tile.levels nested strides, the
 outermost first, which `strides` has for the tensors in turn, level by level. `sizes` says how many rows each level but
 the first has, from the innermost on: see launch.sizes_of. Row counts are 32-bit, offsets 64-bit. Numbers of rows and
@@ -17,7 +20,16 @@ import triton
 import triton.language as tl
 
 from .loads import load_parameter, number
-from .multiwave import columns, inside, load_chunks, row_moments, store_chunk
+from .multiwave import (
+    as_normalized,
+    columns,
+    held_rows,
+    inside,
+    load_chunks,
+    normalized_columns,
+    row_moments,
+    store_chunk,
+)
 from .ptx import behind, launch_dependents, pack, unpack
 from .rowmath import columns_of_pairs, gradient_beside_scaled, inverse_std, normalize, row_means, widen
 
@@ -101,6 +113,15 @@ def columns_of_tile(c: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def rows_of_parameters(ptr, cols: tl.constexpr, tile: tl.constexpr):
+    """Where the weights or biases of a tile's rows begin: padding has those of the last row. None as it is."""
+    found = ptr
+    if tile.together > 1 and ptr is not None:
+        found = ptr + tl.minimum(tl.arange(0, tile.rows), tile.together - 1)[:, None] * cols
+    return found
+
+
+@triton.jit
 def load_table(ptr, start, row_mask, rest: tl.constexpr, tile: tl.constexpr):
     """cos or sin of the chunks that have turned columns, with `rest` for other columns. No chunks without a table."""
     table = ()
@@ -172,11 +193,11 @@ def write_tile(
     """y of the row tile from row `first` on. What is beyond the last row is computed as that row, and not stored: loads
     without masks have fewer instructions."""
     row = first + tl.arange(0, tile.rows)
-    in_range = (row < count)[:, None]
-    everywhere = tl.full([tile.rows, 1], True, tl.int1)
+    held = held_rows(tile)
+    in_range = (row < count)[:, None] & held
     at = place(tl.minimum(row, count - 1), sizes, part, tile)
-    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), everywhere, cols, tile)
-    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, everywhere, tile)
+    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), held, cols, tile)
+    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, held, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
     x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
@@ -207,18 +228,18 @@ def forward(
     count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
-        weight_ptr = pick(weight_ptrs, part, 0, tile)
+        weight_ptr = rows_of_parameters(pick(weight_ptrs, part, 0, tile), cols, tile)
     bias_ptr = None
     if norm.has_bias:
-        bias_ptr = pick(bias_ptrs, part, 0, tile)
-    start = part.cta * tile.rows
+        bias_ptr = rows_of_parameters(pick(bias_ptrs, part, 0, tile), cols, tile)
+    start = part.cta * tile.step
     if tile.one_tile:
         write_tile(
             start, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides, table_strides,
             cols, eps, norm, tile,
         )  # fmt: skip
     else:
-        for first in range(start, count, part.ctas * tile.rows):
+        for first in range(start, count, part.ctas * tile.step):
             write_tile(
                 first, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides,
                 table_strides, cols, eps, norm, tile,
@@ -292,11 +313,21 @@ def load_ahead(
     """x, dy, cos and sin of rows, held. Out of range dy is 0."""
     asked = in_range
     if asks_for_rows_only(x_ptr.dtype.element_ty, tile):
-        asked = tl.full([tile.rows, 1], True, tl.int1)
+        asked = held_rows(tile)
     x = load_chunks(x_ptr, starts(at, x_strides, part, tile), asked, cols, tile)
     dy = load_chunks(dy_ptr, starts(at, dy_strides, part, tile), in_range, cols, tile)
     cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, asked, tile)
     return held(x, tile), held(dy, tile), held(cos, tile), held(sin, tile)
+
+
+@triton.jit
+def store_sums(ptr, sums, here, everywhere, c: tl.constexpr, cols: tl.constexpr, tile: tl.constexpr):
+    """Sums of a chunk, to the partials of CTA `here`."""
+    if tile.together > 1:
+        start = here * tile.together * cols + tl.arange(0, tile.rows)[:, None] * cols
+        store_chunk(ptr, start, sums, held_rows(tile), cols, c, tile)
+    else:
+        store_chunk(ptr, here * cols, tl.sum(sums, axis=0)[None, :], everywhere, cols, c, tile)
 
 
 @triton.jit
@@ -313,7 +344,7 @@ def backward(
     count = number(pick(rows, part, 0, tile))
     weight_ptr = None
     if norm.has_weight:
-        weight_ptr = pick(weight_ptrs, part, 0, tile)
+        weight_ptr = rows_of_parameters(pick(weight_ptrs, part, 0, tile), cols, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
     dw = ()
     db = ()
@@ -321,17 +352,18 @@ def backward(
         dw = dw + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
         db = db + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     only_rows: tl.constexpr = asks_for_rows_only(x_ptr.dtype.element_ty, tile)
-    step = part.ctas * tile.rows
-    next_row = part.cta * tile.rows + tl.arange(0, tile.rows)
+    step = part.ctas * tile.step
+    next_row = part.cta * tile.step + tl.arange(0, tile.rows)
     row = tl.minimum(next_row, count - 1) if only_rows else next_row
     next_at = place(row, sizes, part, tile)
-    ahead = (next_row < count)[:, None]
+    held = held_rows(tile)
+    ahead = (next_row < count)[:, None] & held
     next_x, next_dy, next_cos, next_sin = load_ahead(
         x_ptr, dy_ptr, cos_ptr, sin_ptr, next_at, ahead, x_strides, dy_strides, table_strides, part, cols, tile
     )  # fmt: skip
     if copy_tile is not None:
         copy_rows(copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, part, cols, copy_tile)
-    for _ in range(part.cta * tile.rows, count, step):
+    for _ in range(part.cta * tile.step, count, step):
         at = next_at
         x = released(next_x, tile)
         dy = released(next_dy, tile)
@@ -339,8 +371,11 @@ def backward(
         sin = released(next_sin, tile)
         in_range = ahead
         next_row += step
-        ahead = (next_row < count)[:, None]
-        row = tl.where(next_row < count, next_row, row) if only_rows else next_row
+        ahead = (next_row < count)[:, None] & held_rows(tile)
+        if tile.together > 1 and only_rows:
+            row = tl.minimum(next_row, count - 1)
+        else:
+            row = tl.where(next_row < count, next_row, row) if only_rows else next_row
         next_at = place(row, sizes, part, tile)
         h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
         du = turned(dy, norm.form.turn_u, cos, sin, True, norm, tile)
@@ -351,6 +386,8 @@ def backward(
         if not only_rows:  # of what is no row it is infinite if eps is 0, and x_hat would be NaN
             rstd = tl.where(in_range, rstd, 0.0)
         h = centered(h, mean, norm, tile)
+        if tile.together > 1:  # loaded again: registers are short
+            weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
         g = ()
         new_dw = ()
         new_db = ()
@@ -367,12 +404,17 @@ def backward(
             for c in tl.static_range(1, tile.chunks):
                 sum_gx += g[c] * h[c]
                 sum_g += g[c]
-            mean_gx, mean_g = row_means(sum_gx, sum_g, cols, norm)
+            sum_gx = as_normalized(sum_gx, tile)
+            sum_g = as_normalized(sum_g, tile)
+            mean_gx, mean_g = row_means(sum_gx, sum_g, normalized_columns(cols, tile), norm)
             dh = ()
             for c in tl.static_range(tile.chunks):
                 dh = dh + (gradient_beside_scaled(g[c], h[c], rstd, mean_gx, mean_g, norm),)
             dx = turned(dh, norm.form.turn_h, cos, sin, True, norm, tile)
             dx_ptr = pick(dx_ptrs, part, 0, tile)
+            if tile.together > 1:  # found again: registers are short
+                in_range = held_rows(tile)
+                at = place(next_row - step, sizes, part, tile)
             start = starts(at, dx_strides, part, tile)
             for c in tl.static_range(tile.chunks):
                 store_chunk(dx_ptr, start, dx[c], in_range, cols, c, tile)
@@ -382,8 +424,6 @@ def backward(
     everywhere = here >= 0
     for c in tl.static_range(tile.chunks):
         if norm.wants_dw:
-            dw_ptr = pick(dw_ptrs, part, 0, tile)
-            store_chunk(dw_ptr, here * cols, tl.sum(dw[c], axis=0)[None, :], everywhere, cols, c, tile)
+            store_sums(pick(dw_ptrs, part, 0, tile), dw[c], here, everywhere, c, cols, tile)
         if norm.wants_db:
-            db_ptr = pick(db_ptrs, part, 0, tile)
-            store_chunk(db_ptr, here * cols, tl.sum(db[c], axis=0)[None, :], everywhere, cols, c, tile)
+            store_sums(pick(db_ptrs, part, 0, tile), db[c], here, everywhere, c, cols, tile)

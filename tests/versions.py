@@ -33,7 +33,7 @@ from column_sums import Sums
 from column_sums import complaints as column_complaints
 from compiling import worker_processes
 from environments import python_with
-from head_norms import OF_MODELS, HeadCase
+from head_norms import OF_MODELS, WHOLE_OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
 from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
@@ -120,7 +120,7 @@ def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
     for turn, cols in enumerate((3, 72, 1000, 1001, 4096, 8192)):
         yield Sums(4096, cols, 1, dtypes[turn % 4])
         yield Sums(4096, cols, (2, 8, 29, 64)[turn % 4], dtypes[turn % 4], total=turn % 2 == 0)
-    yield from OF_MODELS
+    yield from OF_MODELS + WHOLE_OF_MODELS
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:

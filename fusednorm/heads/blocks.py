@@ -48,6 +48,8 @@ def _of_tokens(given: Operands) -> list[int]:
     if packing_of(given):
         return list(range(given.x.dim() - 1))
     q, k, cos = given.x, given.k, given.cos
+    if heads_of(given).are_whole:
+        return list(range(q.dim() - 2))
     batch = range(q.dim() - 1)
     differ = [at for at in batch if q.shape[at] != k.shape[at]]
     if not differ and cos is not None:

@@ -38,6 +38,7 @@ class HeadProblem:
     weight_dtype: torch.dtype | None
     bias_dtype: torch.dtype | None
     settings: Settings
+    together: int = 1  # rows that are normalized as one
     turned: int = 0  # columns
     per_pair: bool = False  # cos and sin have an entry for two of them
     table_dtypes: tuple[torch.dtype, ...] = ()
@@ -59,6 +60,11 @@ class HeadProblem:
     def turned_together(self) -> int:
         """Columns of a chunk, if a row's first chunk is turned with its second; else 0."""
         return 0 if self.settings.interleaved else self.turned // 2
+
+    @property
+    def columns(self) -> int:
+        """Elements of a weight."""
+        return self.together * self.cols
 
     @property
     def num_sums(self) -> int:
@@ -142,6 +148,7 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         None if first.weight is None else first.weight.dtype,
         None if first.bias is None else first.bias.dtype,
         heads.settings._replace(rotary_dim=None),
+        heads.together("qk".index(first.name)),
         heads.rotary_dim,
         bool(tables) and tables[0].shape[-1] < heads.rotary_dim,
         tuple(each.dtype for each in tables),
@@ -244,7 +251,8 @@ def both_ways(
 
 def calls_of(operands: Operands) -> list[HeadCall | None]:
     """What kernels compute for a call of readable tensors, by tensors without memory: a launch for those of q and k
-    that are alike, of one dtype, with parameters and gradients of one dtype or absent. None for what no kernel takes.
+    that are alike, of one dtype, with parameters and gradients of one dtype or absent, and with equally many rows that
+    are normalized as one. None for what no kernel takes.
 
     Each tensor has an Address among those of the program: the op's tensors, then its outputs. q or k without elements,
     or without a wanted gradient, is in no launch. The first launch copies the gradient of v to where it belongs."""
@@ -266,7 +274,8 @@ def calls_of(operands: Operands) -> list[HeadCall | None]:
     for side in map(Side, *heads[:3], grads[:2] or none, outs[:2], sums[:2], sums[2:], "qk"):
         *tensors, _ = side
         if side.x.numel() and any(each is not None for each in tensors[4:]):
-            alike.setdefault(tuple([each if each is None else each.dtype for each in tensors]), []).append(side)
+            dtypes = [each if each is None else each.dtype for each in tensors]
+            alike.setdefault((*dtypes, heads.together("qk".index(side.name))), []).append(side)
     return [_call_of(heads, sides, () if at else copy) for at, sides in enumerate(alike.values())]
 
 

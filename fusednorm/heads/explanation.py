@@ -86,10 +86,10 @@ def explain_qk_norm_packed(
 def _explained(op: str, operands: Operands, device: DeviceSpec | None, *packed: Any) -> HeadExplanation:
     """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
     reason = None
-    if not packed and functional.spans_heads(operands):
-        reason = "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation"
+    if not packed and operands.cos is None and heads_of(operands).are_whole:
+        reason = "a weight of all heads: a norm of ours for each of q and k"
     else:
-        validate(op, heads_of(operands))
+        validate(op, heads_of(operands), may_span=not packed)
         if device is None and not runs_kernels(operands.x):
             reason = f"the tensors are on {operands.x.device}, where ATen's kernels run"
     if reason:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd, functional
-from ..dtypes import accumulation_dtype
 from ..forms import ROUNDINGS
 from ..host import native
 from ..host.torch_compat import recorder
@@ -18,8 +17,7 @@ from ..operands import TRANSLATIONS, Operands
 from ..problem.validation import require_strided
 from . import ops  # noqa: F401  registers them
 from .operands import FORWARD, PACKED, Settings
-from .problem import Heads, Packing, heads_of, validate
-from .reference import rotated
+from .problem import Heads, Packing, heads_of, spans_heads, validate
 
 NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
 NAMES = "q", "k", "q_weight", "k_weight", "q_bias", "k_bias"
@@ -50,8 +48,8 @@ def qk_norm(
     q and k are `[B, S, H, D]`, or `[B, H, S, D]` with heads_dim=-3, each with its own number of heads and any strides,
     such as slices of one buffer. Fewer or more dims before these are fine. Returns contiguous tensors of their shapes.
 
-    Weights and biases are `[D]`, or None. `[H * D]` or `[H, D]` normalizes all heads of a token together; this takes a
-    norm's launch for each of q and k, and PyTorch's operations for the rotation, which sees the rounded norm. norm is
+    Weights and biases are `[D]`, or None. `[H * D]` or `[H, D]` normalizes all heads of a token together; q and k then
+    have a launch each, unless they have equally many heads. norm is
     "rms" (eps None: the machine epsilon of float32, or of float64 for float64 tensors) or "layer" (eps None: 1e-5).
     weight_offset and rounding are those of affine_rms_norm.
 
@@ -73,16 +71,18 @@ def qk_norm(
         rotary_interleaved=rotary_interleaved, norm_first=norm_first, heads_dim=heads_dim, weight_offset=weight_offset,
         rounding=rounding,
     )  # fmt: skip
-    if spans_heads(given):
-        return _over_all_heads(heads_of(given), heads_dim)
-    return _forward("qk_norm", given)
+    if not spans_heads(given.x.shape[-1:], given[3:7]):
+        return _forward("qk_norm", given)
+    made = _forward("qk_norm", given) if rotary is not None else _of_rows(heads_of(given))
+    return made if heads_dim == -2 else tuple([each.transpose(-2, -3).contiguous() for each in made])
 
 
 def operands(
     q, k, q_weight=None, k_weight=None, eps=None, *, q_bias=None, k_bias=None, norm="rms", rotary=None, rotary_dim=None,
     rotary_interleaved=False, norm_first=True, heads_dim=-2, weight_offset=0.0, rounding="once",
 ) -> Operands:  # fmt: skip
-    """The operands of qk_norm, for its arguments. Raises its errors, but for those of the op."""
+    """The operands of qk_norm, for its arguments; for norms of all heads with these in the last dim but one. Raises its
+    errors, but for those of the op."""
     settings, eps = _settings(
         "qk_norm", norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
     )
@@ -91,20 +91,16 @@ def operands(
     if not isinstance(q, Tensor):
         require_strided("qk_norm", "q", q)  # raises
     cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
-    return _of(q, k, (q_weight, k_weight, q_bias, k_bias), cos, sin, eps, settings)
+    given = _of(q, k, (q_weight, k_weight, q_bias, k_bias), cos, sin, eps, settings)
+    if heads_dim == -3 and spans_heads(given.x.shape[-1:], given[3:7]):
+        of_rows = {"x": q, "k": k, "cos": cos, "sin": sin}
+        turned = {name: each.transpose(-2, -3) for name, each in of_rows.items() if each is not None and each.dim() > 2}
+        return given._replace(**turned)
+    return given
 
 
 def _of(q, k, parameters, cos, sin, eps, settings: Settings) -> Operands:
     return Forward("head", q, k, *parameters, cos, sin, eps, *settings)
-
-
-def spans_heads(operands: Operands) -> bool:
-    """Whether a parameter is for all heads of a token."""
-    of_head = operands.x.shape[-1:]
-    for each in (operands.weight, operands.k_weight, operands.bias, operands.k_bias):
-        if isinstance(each, Tensor) and each.shape != of_head:
-            return True
-    return False
 
 
 def qk_norm_packed(
@@ -225,30 +221,15 @@ def _with_heads(table: Tensor, ndim: int, heads_dim: int) -> Tensor:
     return table if has >= ndim else table.unsqueeze(max(heads_dim, -has - 1))
 
 
-def _over_all_heads(heads: Heads, heads_dim: int) -> tuple[Tensor, ...]:
-    """qk_norm with rows of all heads of a token: our norm for each of q and k, and the rotation as tensor code."""
+def _of_rows(heads: Heads) -> tuple[Tensor, ...]:
+    """The norms of rows of all heads of a token, which nothing follows: our norm for each of q and k."""
+    validate("qk_norm", heads, may_span=True)
     settings = heads.settings
     op = f"{'layer' if settings.layer else 'rms'}_norm_fwd_affine"
     more = settings.weight_offset, "x_hat" if settings.rounds_x_hat else "once"
-
-    def turned(x: Tensor, *_: Tensor | None) -> Tensor:
-        validate("qk_norm", heads._replace(inputs=[x], weights=[None], biases=[None]))
-        return rotated(x.to(accumulation_dtype(x.dtype)), heads).to(x.dtype)
-
-    def normalized(x: Tensor, *parameters: Tensor | None) -> Tensor:
-        rows = x if heads_dim == -2 else x.transpose(-2, -3)
-        shape = rows.shape[-2:]
-        for each in parameters:
-            if each is not None and each.shape not in (shape, (shape.numel(),)):
-                wanted = f"{tuple(x.shape[-1:])}, {tuple(shape)} or {(shape.numel(),)}"
-                raise RuntimeError(f"qk_norm: weights and biases must have shape {wanted}, got {tuple(each.shape)}")
-        whole = [each if each is None else each.reshape(shape) for each in parameters]
-        made = functional.of_form(op, rows, (), *whole, heads.eps, shape, *more)
-        return made if heads_dim == -2 else made.transpose(-2, -3).contiguous()
-
     found = []
     for x, *parameters in zip(*heads[:3], strict=True):
-        for step in (normalized, turned) if settings.norm_first else (turned, normalized):
-            x = step(x, *parameters)
-        found.append(x)
+        shape = x.shape[-2:]
+        whole = [each if each is None else each.reshape(shape) for each in parameters]
+        found.append(functional.of_form(op, x, (), *whole, heads.eps, shape, *more))
     return tuple(found)

@@ -114,7 +114,7 @@ def launches_of(
     dependent = problem.num_sums > 0 and spec.places_dependents
     tile, dx_strides = _tile(plan, problem, announces_end=dependent), strides[2] if problem.wants_dx else None
     acc_dtype = problem.acc_dtype
-    size = cols * (acc_dtype.itemsize // torch.float32.itemsize)
+    size = problem.columns * (acc_dtype.itemsize // torch.float32.itemsize)
     parts = [Part(beside=of * size, dtype=acc_dtype) for _ in range(problem.num_sums) for of in ctas]
     partials = [Address(first_partial + at, acc_dtype) for at in range(len(parts))]
     num_dw = count * problem.wants_dw
@@ -129,10 +129,11 @@ def launches_of(
     launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
-        last = partials_tile(cols, acc_dtype.itemsize, dependent and 0 in of_it)
+        last = partials_tile(problem.columns, acc_dtype.itemsize, dependent and 0 in of_it)
         picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
-        grid, pdl = (triton.cdiv(cols, last.cols), len(of_it)), {"launch_pdl": True} if last.dependent else {}
-        launches.append(Launch(finalizer.finalize_several, grid, (*picked, cols), None, last, pdl))
+        pdl = {"launch_pdl": True} if last.dependent else {}
+        grid = triton.cdiv(problem.columns, last.cols), len(of_it)
+        launches.append(Launch(finalizer.finalize_several, grid, (*picked, problem.columns), None, last, pdl))
     return launches, parts
 
 
@@ -193,6 +194,7 @@ def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
         plan.num_warps,
         **more,
         columns_of_chunk=plan.width if plan.width < plan.chunk else 0,
+        together=problem.together,
         num_parts=problem.count,
         num_levels=problem.levels,
         turned=problem.turned,

@@ -46,8 +46,24 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | ReferencePlan
         return ReferencePlan(f"rotates {problem.turned} of {problem.cols} columns, which makes more than {most} chunks")
     if num_chunks * chunk > limits.head_columns:
         return ReferencePlan(f"takes at most {limits.head_columns} columns, got {problem.cols}")
+    if problem.together > 1:
+        return _of_tokens(problem, device, chunk * num_chunks)
     plans = [shaped(problem, device, each, limits.head_bytes["tile"]) for each in limits.head_warps[problem.direction]]
     return max(plans, key=lambda plan: plan.num_warps * plan.ctas_per_sm)
+
+
+def _of_tokens(problem: HeadProblem, device: DeviceSpec, padded: int) -> HeadPlan | ReferencePlan:
+    """The plan whose tiles are all heads of a token, each head of so many columns. A thread has a tile's bytes, as
+    nearly as it can; but before that, an SM has two CTAs of a forward, which only waits while its tile comes."""
+    most, ctas = limits.head_bytes["tile"] // problem.dtype.itemsize, 2 if problem.direction == "forward" else 1
+    found = {}
+    for num_warps in limits.head_token_warps:
+        elements = max(1, power_of_two(problem.together) * padded // (32 * num_warps))
+        if _registers(problem, elements) <= min(MAX_REGISTERS, device.registers_per_sm // (32 * num_warps)):
+            found[shaped(problem, device, num_warps, 0)] = max(elements / most, most / elements)
+    if not found:
+        return ReferencePlan(f"normalizes {problem.together} heads together, which registers do not hold")
+    return min(found, key=lambda plan: (-min(plan.ctas_per_sm, ctas), found[plan]))
 
 
 def shaped(
@@ -58,9 +74,12 @@ def shaped(
     does so if it knows how many CTAs there are."""
     itemsize, threads = problem.dtype.itemsize, 32 * num_warps
     chunk, width, num_chunks = chunks_of(problem.cols, itemsize, problem.turned_together)
-    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    if problem.together > 1:
+        rows = power_of_two(problem.together)
+    else:
+        rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
     if ctas_per_sm is None:
-        registers = min(MAX_REGISTERS, _registers(problem, rows * chunk * num_chunks // threads))
+        registers = min(MAX_REGISTERS, _registers(problem, max(1, rows * chunk * num_chunks // threads)))
         ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
         ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
     limit = register_limit(threads * ctas_per_sm, device)
@@ -76,6 +95,7 @@ def _registers(problem: HeadProblem, elements: int) -> float:
         parameters = [each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each]
         loaded = itemsize + tables + max(parameters, default=0)  # a bias is needed once the weight no longer is
         return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
+    fixed += of["together"] * (problem.together > 1)
     turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
     of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)
     of_element += 2 * sum(each.itemsize == 8 for each in problem.table_dtypes)  # of the next tile; narrower ones fit
@@ -103,7 +123,8 @@ def rows_of_tile(threads: int, tile_bytes: int, itemsize: int, chunk: int, num_c
 def ctas_of(plan: HeadPlan, problem: HeadProblem, rows: Sequence[int], device: DeviceSpec) -> tuple[int, ...]:
     """The CTAs of each tensor. A forward's have one row tile each. A backward's run at the same time and have equally
     many, as nearly as they can, unless a float32 sum would have too many tiles."""
-    tiles = [-(-each // plan.rows_per_tile) for each in rows]
+    of_tile = problem.together if problem.together > 1 else plan.rows_per_tile
+    tiles = [-(-each // of_tile) for each in rows]
     if problem.direction == "forward" and not device.sm_margin:
         return tuple(tiles)
     limit = plan.ctas_per_sm * device.sm_count

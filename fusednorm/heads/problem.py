@@ -14,8 +14,9 @@ from .operands import GRADS, Settings
 
 
 class Heads(NamedTuple):
-    """The operands of a forward: tensors `[..., D]` of equal D, and for each a weight and a bias `[D]` or None. cos and
-    sin, `[..., rotary_dim]` or `[..., rotary_dim / 2]`, broadcast against the rows of every tensor."""
+    """The operands of a forward: tensors `[..., D]` of equal D, and for each a weight and a bias `[D]` or None; of
+    tensors `[..., H, D]` whose H rows are normalized together, `[H * D]` or `[H, D]`. cos and sin, `[..., rotary_dim]`
+    or `[..., rotary_dim / 2]`, broadcast against the rows of every tensor."""
 
     inputs: Sequence[Tensor]
     weights: Sequence[Tensor | None]
@@ -28,6 +29,27 @@ class Heads(NamedTuple):
     @property
     def cols(self) -> int:
         return self.inputs[0].shape[-1]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether rows of H heads are normalized together."""
+        return spans_heads(self.inputs[0].shape[-1:], (*self.weights, *self.biases))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are normalized."""
+        return (-2, -1) if self.are_whole else (-1,)
+
+    def together(self, at: int) -> int:
+        """How many rows are normalized as one."""
+        return self.inputs[at].shape[-2] if self.are_whole else 1
+
+    def shape_of_parameter(self, at: int, parameter: Tensor) -> tuple[int, ...]:
+        """The shape that it must have: of the two for all heads, the one of as many dims."""
+        if not self.are_whole or self.inputs[at].dim() < 2:
+            return (self.cols,)
+        heads, dims = self.together(at), parameter.dim() if isinstance(parameter, Tensor) else 1
+        return (heads, self.cols) if dims > 1 else (heads * self.cols,)
 
     @property
     def rotary_dim(self) -> int:
@@ -43,6 +65,11 @@ class Heads(NamedTuple):
             if self.settings.rounds_x_hat and each is not None:
                 dtype = torch.promote_types(dtype, each.dtype)
         return dtype
+
+
+def spans_heads(of_head: torch.Size, parameters: Sequence[Tensor | None]) -> bool:
+    """Whether a parameter is for all heads of a token."""
+    return any(isinstance(each, Tensor) and each.shape != of_head for each in parameters)
 
 
 def heads_of(operands: Operands) -> Heads:
@@ -65,16 +92,16 @@ def check(operands: Operands) -> torch.Size:
         require_strided(op, "qkv", operands.x)
         packing.check(op, operands.x)
     heads = heads_of(operands)
-    validate(op, heads, grads)
+    validate(op, heads, grads, may_span=not packing)
     if grads and len(operands.output_mask) != len(operands.outputs):
         raise RuntimeError(f"{op}: output_mask must have one flag per gradient, got {list(operands.output_mask)}")
     return operands.x.shape[:-1]
 
 
-def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None:
+def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = (), *, may_span: bool = False) -> None:
     """Raises RuntimeError unless the operands are as `Heads` says and all tensors are strided, float and on one device;
     TypeError if one is no tensor, or rotary_dim no integer. Only shapes, dtypes and devices are read, so traced tensors
-    are accepted."""
+    are accepted. Parameters for all heads of a token are wrong unless they `may_span` these."""
     inputs, weights, biases, cos, sin, _, settings = heads
     require_strided(op, "inputs[0]", inputs[0])
     if not inputs[0].dim():
@@ -84,7 +111,8 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = ()) -> None
         _require(op, f"inputs[{at}]", x, device)
         if not x.dim() or x.shape[-1] != cols:
             raise RuntimeError(f"{op}: inputs[{at}] must end in {cols} columns as inputs[0] does, got {_shape(x)}")
-    wanted = [(f"{name}[{at}]", each, (cols,)) for name, some in (("weights", weights), ("biases", biases))
+    wanted = [(f"{name}[{at}]", each, heads.shape_of_parameter(at, each) if may_span else (cols,))
+              for name, some in (("weights", weights), ("biases", biases))
               for at, each in enumerate(some) if each is not None]  # fmt: skip
     of_grads = (*inputs, inputs[-1])  # v has the shape of k
     wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]

@@ -22,8 +22,8 @@ def formula(operands: Operands) -> Outputs:
         return tuple(joined(operands, formula(apart(operands))))
     of_each = [_backward(heads, at, grad) for at, grad in enumerate(grads_of(with_zeros(operands)))]
     found = [grad for kind in zip(*of_each, strict=True) for grad in kind]
-    dtypes = [each and each[1] for each in outputs_of(operands)]
-    return tuple(dtype and grad.to(dtype).contiguous() for grad, dtype in zip(found, dtypes, strict=True))
+    made = outputs_of(operands)
+    return tuple(of and grad.to(of[1]).reshape(of[0]).contiguous() for grad, of in zip(found, made, strict=True))
 
 
 def _forward(heads: Heads, at: int) -> Tensor:
@@ -32,9 +32,9 @@ def _forward(heads: Heads, at: int) -> Tensor:
     h = x.to(dtype)
     if not settings.norm_first:
         h = rotated(h, heads)
-    x_hat, *_ = normalized(h, (-1,), settings.layer, heads.eps)
+    x_hat, *_ = normalized(h, heads.dims, settings.layer, heads.eps)
     x_hat = rounded(x_hat, x.dtype) if settings.rounds_x_hat else x_hat
-    u = affine(x_hat, heads.weights[at], heads.biases[at], settings.weight_offset)
+    u = affine(x_hat, *_parameters(heads, at), settings.weight_offset)
     if settings.norm_first:
         u = rotated(u, heads)
     return u.to(heads.output_dtype(at)).contiguous()
@@ -46,10 +46,18 @@ def _backward(heads: Heads, at: int, grad: Tensor) -> tuple[Tensor, Tensor, Tens
     dtype, last = accumulation_dtype(x.dtype), settings.norm_first
     h, du = x.to(dtype), grad.to(dtype)
     h, du = (h, rotated(du, heads, back=True)) if last else (rotated(h, heads), du)
-    x_hat, *_ = of = normalized(h, (-1,), settings.layer, heads.eps)
-    dh = input_gradient(affine(du, heads.weights[at], offset=settings.weight_offset), of, (-1,))
+    x_hat, *_ = of = normalized(h, heads.dims, settings.layer, heads.eps)
+    weight, _ = _parameters(heads, at)
+    dh = input_gradient(affine(du, weight, offset=settings.weight_offset), of, heads.dims)
     dx = dh if last else rotated(dh, heads, back=True)
-    return dx, (du * x_hat)[None].sum_to_size(heads.cols), du[None].sum_to_size(heads.cols)
+    shape = x.shape[-len(heads.dims) :]
+    return dx, (du * x_hat)[None].sum_to_size(shape), du[None].sum_to_size(shape)
+
+
+def _parameters(heads: Heads, at: int) -> list[Tensor | None]:
+    """Weight and bias of one tensor, in the shape of what is normalized."""
+    shape = heads.inputs[at].shape[-len(heads.dims) :]
+    return [each if each is None else each.reshape(shape) for each in (heads.weights[at], heads.biases[at])]
 
 
 def rotated(rows: Tensor, heads: Heads, back: bool = False) -> Tensor:

@@ -11,6 +11,7 @@ from head_norms import (
     BF16,
     FP32,
     OF_MODELS,
+    WHOLE_OF_MODELS,
     HeadCase,
     builds_of,
     calls_of,
@@ -80,6 +81,25 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
     assert f"forward of q and k: ATen, {reason}" in text
 
 
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 16, 32, 40, 64])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_tile_has_all_heads_of_a_token_that_are_normalized_together(heads, dtype):
+    case = replace(WHOLE_OF_MODELS[0], heads=heads, kv_heads=heads, dtype=dtype)
+    for call in calls_of(case):
+        plan = choose(call.problem, H200)
+        assert plan.rows_per_tile >= heads or heads == 1
+        threads = 32 * plan.num_warps * plan.ctas_per_sm
+        assert threads <= H200.max_threads_per_sm and threads * plan.max_registers <= H200.registers_per_sm
+        assert all(ctas <= case.batch * case.tokens for ctas in ctas_of(plan, call.problem, call.rows, H200))
+
+
+@pytest.mark.parametrize("kv_heads, launches", [(8, (("q", "k"),) * 2), (2, (("q",), ("k",)) * 2)])
+def test_norms_of_all_heads_share_a_launch_if_they_have_equally_many(kv_heads, launches):
+    case = HeadCase(heads=8, kv_heads=kv_heads, cols=64, rotary=64, dtype=BF16, whole=True)
+    explained = fusednorm.explain_qk_norm(**case.tensors("meta"), rotary=case.tables("meta"), device=H200)
+    assert tuple(each.tensors for each in explained.launches) == launches
+
+
 def test_an_explanation_names_plans_and_copies():
     case = OF_MODELS[0]
     given, rotary = case.tensors("meta"), case.tables("meta")
@@ -143,11 +163,12 @@ def test_an_explanation_tells_what_atens_operations_do():
     assert "ATen, the tensors are on cpu, where ATen's kernels run" in str(fusednorm.explain_qk_norm(**given))
     q, k = given["q"], given["k"]
     whole = fusednorm.explain_qk_norm(q, k, given["q_weight"].repeat(4), given["k_weight"].repeat(2), device=H200)
-    assert "a weight of all heads: a norm of ours for each of q and k, and tensor code for the rotation" in str(whole)
+    assert "a weight of all heads: a norm of ours for each of q and k" in str(whole)
 
 
 # Each architecture compiles every third of the cases; `python tests/versions.py` compiles them all.
-JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in OF_MODELS[turn % 3 :: 3]]
+COMPILED = OF_MODELS + WHOLE_OF_MODELS
+JOBS = [(case, arch) for turn, arch in enumerate(ARCHITECTURES) for case in COMPILED[turn % 3 :: 3]]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +181,7 @@ def test_kernels_compile_within_their_plans_without_spills(compiled, job):
     assert compiled[job].result() == []
 
 
-@pytest.mark.parametrize("case", OF_MODELS, ids=str)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_a_call_of_few_tokens_has_the_kernels_of_later_ones(workers, case):
     few, many = workers.submit(builds_of, [replace(case, tokens=tokens) for tokens in (2, 4099)], 90).result()
     assert few == many

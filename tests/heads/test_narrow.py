@@ -41,7 +41,7 @@ def kernels_for_a_small_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("dtypes", [(FP64, FP64), (BF16, FP32), (FP32, FP16)], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + head_norms.WHOLE, ids=str)
 def test_outputs_and_gradients_match_float64_autograd(case, dtypes):
     tokens = 23 if FP64 in dtypes else 7  # the dtype does not change which CTA has which rows
     case = replace(case, dtype=dtypes[0], weight_dtype=dtypes[1], tokens=tokens)

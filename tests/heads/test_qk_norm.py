@@ -97,6 +97,18 @@ def test_a_backward_runs_one_op_for_q_and_k():
     ]
 
 
+def test_a_rotated_norm_of_all_heads_runs_one_op_each_way():
+    given = head_norms.WHOLE[0].tensors()
+    with OpLog() as log:
+        gradients(head_norms.WHOLE[0].run(given), given)
+    assert [name.split(".")[1] for name in log.names if "fusednorm" in name] == ["head_norm_fwd", "head_norm_bwd"]
+
+
+def test_packed_norms_take_no_weights_of_all_heads():
+    with pytest.raises(RuntimeError, match=r"weights\[0\] must have shape \(16,\), got \(64,\)"):
+        fusednorm.qk_norm_packed(torch.randn(5, 8 * 16), 4, 2, torch.randn(64), torch.randn(32))
+
+
 def test_weights_of_all_heads_may_have_their_shape():
     case = head_norms.WHOLE[0]
     given = case.tensors()
@@ -141,7 +153,7 @@ ERRORS = [
         (Q, K, torch.randn(7)),
         {},
         RuntimeError,
-        r"weights and biases must have shape \(16,\), \(4, 16\) or \(64,\), got",
+        r"weights\[0\] must have shape \(64,\), got \(7,\)",
     ),
     (
         (Q, K, W),

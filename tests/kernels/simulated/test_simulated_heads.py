@@ -14,6 +14,8 @@ from fusednorm.heads.problem import Packing
 CASES = [
     HeadCase(cols=64, rotary=64, tokens=9, dtype=BF16, table_dims="BS"),
     HeadCase(cols=48, rotary=16, norm="layer", interleaved=True, heads_first=True, norm_first=False, dtype=BF16),
+    HeadCase(cols=64, rotary=64, heads=5, kv_heads=5, tokens=5, dtype=BF16, whole=True),
+    HeadCase(cols=32, rotary=16, heads=6, kv_heads=6, tokens=3, norm="layer", interleaved=True, dtype=BF16, whole=True),
     HeadCase(cols=80, rotary=40, tokens=7, batch=1, half_table=True, dtype=FP32),
 ]
 
