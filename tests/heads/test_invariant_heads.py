@@ -28,6 +28,7 @@ CASES = [
     HeadCase(cols=40, heads=2, kv_heads=2, tokens=3, dtype=BF16, rotary=20, table_dims="BS", norm="layer"),
     HeadCase(cols=64, heads=4, kv_heads=1, tokens=3, dtype=BF16, heads_first=True, weight_dtype=FP32),
 ]
+WHOLE = HeadCase(cols=16, heads=3, kv_heads=3, batch=4, tokens=4, dtype=FP32, rotary=16, whole=True)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def tables_of(case: HeadCase, at: int):
     return tuple(each.chunk(2)[at] for each in tables) if case.table_dims == "BS" and tables else tables
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, WHOLE], ids=str)
 def test_a_part_of_a_batch_gives_the_bits_of_the_whole_in_any_layout(case):
     given = case.tensors()
     grads = [torch.randn_like(given[name]) for name in "qk"]
@@ -119,7 +120,7 @@ ORDERED = [
 ]
 
 
-@pytest.mark.parametrize("case", ORDERED, ids=str)
+@pytest.mark.parametrize("case", [*ORDERED, WHOLE], ids=str)
 def test_ordered_sums_are_those_of_micro_batches_added_up(case):
     """Of two samples each; the last may have one."""
     given = case.tensors()
