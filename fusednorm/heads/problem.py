@@ -67,9 +67,12 @@ class Heads(NamedTuple):
         return dtype
 
 
-def spans_heads(of_head: tuple[int, ...], parameters: Sequence[Tensor | None]) -> bool:
+def spans_heads(of_head: torch.Size, parameters: Sequence[Tensor | None]) -> bool:
     """Whether a parameter is for all heads of a token."""
-    return any(isinstance(each, Tensor) and each.shape != of_head for each in parameters)
+    for each in parameters:
+        if isinstance(each, Tensor) and each.shape != of_head:
+            return True
+    return False
 
 
 def heads_of(operands: Operands) -> Heads:

@@ -105,7 +105,7 @@ def test_a_rotated_norm_of_all_heads_runs_one_op_each_way():
 
 
 def test_packed_norms_take_no_weights_of_all_heads():
-    with pytest.raises(RuntimeError, match=r"weights and biases must have shape \(16,\), got \(64,\), \(32,\)"):
+    with pytest.raises(RuntimeError, match=r"weights and biases must have shape \(16,\), got \(64,\)"):
         fusednorm.qk_norm_packed(torch.randn(5, 8 * 16), 4, 2, torch.randn(64), torch.randn(32))
 
 
