@@ -12,7 +12,8 @@ head_norm_bwd_packed
     then those of the parameters
 
 Shapes
-    inputs may differ in all dims but the last. weights and biases are `[D]` or None. cos and sin have rotary_dim
+    inputs may differ in all dims but the last. weights and biases are `[D]` or None; those of inputs `[..., H, D]` may be
+    `[H * D]` or `[H, D]`, but for a packed tensor: the H rows are then normalized as one. cos and sin have rotary_dim
     columns or, if those of a pair are equal, half as many. Their other dims broadcast against those of every input.
 Dtypes
     Each tensor has its own: float16, bfloat16, float32 or float64. An output has the dtype of its input, or with
