@@ -12,9 +12,10 @@ head_norm_bwd_packed
     then those of the parameters
 
 Shapes
-    inputs may differ in all dims but the last. weights and biases are `[D]` or None; those of inputs `[..., H, D]` may be
-    `[H * D]` or `[H, D]`, but for a packed tensor: the H rows are then normalized as one. cos and sin have rotary_dim
-    columns or, if those of a pair are equal, half as many. Their other dims broadcast against those of every input.
+    inputs may differ in all dims but the last. weights and biases are `[D]` or None. Those of inputs `[..., H, D]`, but
+    not of a packed tensor, may be `[H * D]` or `[H, D]`: the H rows are then normalized as one. cos and sin have
+    rotary_dim columns or, if those of a pair are equal, half as many. Their other dims broadcast against those of every
+    input.
 Dtypes
     Each tensor has its own: float16, bfloat16, float32 or float64. An output has the dtype of its input, or with
     rounds_x_hat the promoted dtype of input, weight and bias; gradients have those of their tensors. The arithmetic is
