@@ -3,7 +3,7 @@ time.
 
 A build depends on dtypes, on which operands are None, on the integers that its kernel is specialized for, and on which
 pointers are multiples of 16 bytes. Triton's launcher is no public interface, so with releases that have not been tried
-only C++ launches, and only kernels that agree with what it would pass (triton_compat.py). The measurements are in
+only kernels are launched that agree with what they would be passed (triton_compat.py). The measurements are in
 bench/NOTES.md, "Host time".
 """
 
@@ -14,8 +14,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -28,7 +29,7 @@ from . import triton_compat
 from .fallback import BuildFailed, cause_of
 from .program import STREAM, Address, Bound, Map, Number, Operand, Program, bound
 
-TRITON = triton_compat.in_use()  # None: a release whose launcher is not known
+TRITON = triton_compat.in_use()  # None: a release whose launcher is not known; then kernels are launched by `own`
 SOME_NUMBER = 16  # in place of a Number where Triton compiles a kernel: no build depends on it
 
 _builds: dict[tuple, Build | None] = {}  # loaded ones, by `build_key`; None if Triton itself must launch it
@@ -197,13 +198,15 @@ def _what_no_build_depends_on(kernel) -> frozenset[int | str]:
 
 
 class Build:
-    """One compiled kernel, loaded. `launch` is None if only C++ can launch it.
+    """One compiled kernel, loaded.
 
     `launch(grid x, y, z, stream, *head, *arguments)` launches it, with the arguments in the order of the kernel's
-    parameters; if packs_operands, it takes them as one tuple. Each tensor map is followed by its shape and strides.
+    parameters; if packs_operands, it takes them as one tuple. Each tensor map is followed by its shape and strides, but
+    for a kernel's own launch, which takes descriptors.
     """
 
     SCRATCH = 2  # addresses behind the parameters, for Triton and its profiler, which our kernels do not need
+    takes_descriptors = False  # in place of tensor maps, their shapes and strides
     RUNTIME = knobs.runtime  # has the hooks of profilers that watch Triton's launches
 
     @staticmethod
@@ -215,28 +218,33 @@ class Build:
             needs_memory = launcher.global_scratch_size or launcher.profile_scratch_size
             Build.hooks()  # raises AttributeError if this Triton has no such hooks
             watched = getattr(launcher, "gsan_enabled", False)  # launches under the sanitizer take more operands
-            build = None if needs_memory or watched else Build(compiled, TRITON)
+            build = None if needs_memory or watched else Build(compiled, TRITON or triton_compat.own, launch)
             return None if build and TRITON is None and not build.is_as_expected(launch) else build
         except (AttributeError, KeyError) as error:
             if TRITON is None:
                 _warn_of_triton(f"{type(error).__name__}: {error}")
             return None
 
-    def __init__(self, compiled, launch_of: triton_compat.LaunchOf | None):
+    def __init__(self, compiled, launch_of: triton_compat.LaunchOf, launch: Launch):
         self.compiled = compiled
+        self.maps = [each for each in launch.arguments() if isinstance(each, Map)]
+        self.takes_descriptors = launch_of is triton_compat.own
         # A dependent launch may be placed on the GPU while the launch before it ends.
         self.dependent = compiled.metadata.launch_pdl
         self.descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or []  # of the tensor maps, in order
-        made = launch_of(compiled, bool(self.descriptors)) if launch_of else (None, (), False)
-        self.launch, self.head, self.packs_operands = made
+        self.launch, self.head, self.packs_operands = launch_of(compiled, bool(self.descriptors))
 
     def arguments(self, launch: Launch) -> list:
         """The arguments for `launch`, with symbols and STREAM among them."""
-        return [*launch.grid, *(1, 1, 1)[len(launch.grid) :], STREAM, *self.head, *_expanded(launch.arguments())]
+        given = launch.arguments()
+        given = given if self.takes_descriptors else _expanded(given)
+        return [*launch.grid, *(1, 1, 1)[len(launch.grid) :], STREAM, *self.head, *given]
 
     @functools.cached_property
     def encoders(self) -> list[Callable]:
         """encode(address, shape, strides) of each tensor map, in the form that `launch` takes."""
+        if self.takes_descriptors:
+            return [functools.partial(_descriptor, each) for each in self.maps]
         return [triton_compat.encoder(each) for each in self.descriptors]
 
     def parameters(self, launch: Launch) -> Iterator[tuple[Any, str]]:
@@ -245,7 +253,7 @@ class Build:
             yield from _parameters(given, kind)
 
     def is_as_expected(self, launch: Launch) -> bool:
-        """Whether the compiled kernel says of its launch what C++ would do."""
+        """Whether the compiled kernel says of its launch what we would do."""
         num_warps, cluster, _ = self.compiled.packed_metadata
         kinds = [kind for _, kind in self.parameters(launch)]
         types = ["u64" if kind.startswith("*") else triton_compat.PTX_TYPES[kind] for kind in kinds]
@@ -282,6 +290,20 @@ def _parameters(given: Any, kind: Any) -> Iterator[tuple[Any, str]]:
             yield from _parameters(*pair)
     elif kind != "constexpr":
         yield given, kind
+
+
+class _Memory(NamedTuple):
+    """In place of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _descriptor(described: Map, address: int, shape: list[int], strides: list[int]) -> TensorDescriptor:
+    return _tritons_form(replace(described, tensor=_Memory(address, described.tensor.dtype), shape=tuple(shape)))
 
 
 def _expanded(arguments: Iterable[Any]) -> list:

@@ -236,8 +236,6 @@ class Program:
         list; operands is None for launch functions that take one argument for each operand. Plain loops, without
         functions: a first call takes this way.
         """
-        if self.builds[0].launch is None:  # there is no runtime: `Bound.launch` gives up
-            return self.device, None, (), (), (), (), ()
         launchers = []
         parts: dict[Address, int] = {}  # their places
         maps: list[tuple[Callable, int]] = []
@@ -306,14 +304,13 @@ class Bound(NamedTuple):
     offsets: list[int]  # of the workspace's parts, in bytes
 
     def launch(self, addresses: list[int]) -> tuple[Tensor | None, ...] | None:
-        """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches, or if only C++ can
-        launch the kernels."""
+        """The outputs for tensors at these addresses. None if a profiler hooks Triton's launches."""
         program, _, turns, outputs, workspace, offsets = self
         device, runtime, parts_of_tensors, maps, tuples, constants, launchers = program.launchers
         try:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 return None
-        except AttributeError:  # something else in place of Triton's lists of hooks, or no runtime
+        except AttributeError:  # something else in place of Triton's lists of hooks
             return None
         if torch_compat.current_device() != device:
             with torch.cuda.device(device):

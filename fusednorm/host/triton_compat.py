@@ -1,8 +1,9 @@
 """How each release of Triton launches a compiled kernel, so that launcher.py can skip Triton's own lookup.
 
 All of this is internal to Triton. RELEASES lists the releases whose launchers were read and have run on a GPU. With all
-other releases only C++ launches (native.py), by CUDA's driver, and only kernels that agree with what it would pass:
-`declared` reads what a compiled kernel says of itself. Triton launches the rest, and everything if a name is gone.
+other releases C++ launches (native.py), by CUDA's driver, or without it `own`, the launch that a compiled kernel has.
+Both launch only kernels that agree with what they would pass: `declared` reads what a compiled kernel says of itself.
+Triton looks up and launches the rest, and everything if a name is gone.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ def _packed(compiled, has_maps: bool) -> tuple[Callable, tuple, bool]:
     head = compiled.function, WHOLE_GRID_AT_ONCE, launcher.launch_pdl, compiled.packed_metadata
     head += None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature
     return driver.active.utils.launch, head, True
+
+
+def own(compiled, has_maps: bool) -> tuple[Callable, tuple, bool]:
+    """For all other releases: the launch of a compiled kernel that Triton's tutorials use. It encodes tensor maps."""
+
+    def launch(x: int, y: int, z: int, stream: int, *operands) -> None:
+        compiled[x, y, z](*operands, stream=stream)
+
+    return launch, (), False
 
 
 PTX_TYPES = {"nvTmaDesc": "b8", "i32": "u32", "i64": "u64", "fp32": "f32", "fp64": "f64"}  # of what is no pointer

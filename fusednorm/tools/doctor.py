@@ -97,9 +97,9 @@ def check_triton() -> list[Finding]:
 def what_is_launched() -> str:
     names = ", ".join(f"{major}.{minor}" for major, minor in triton_compat.RELEASES)
     return (
-        f"its launcher has not run with this package on a GPU (those of {names} have), so only the host side in C++ "
-        "launches kernels, those that agree with what it passes. Triton launches the others itself: right, but each "
-        f"call takes {triton_compat.CALL_US} us of host time"
+        f"its launcher has not run with this package on a GPU (those of {names} have), so only kernels are kept that "
+        "agree with what they would be passed. Triton launches the others itself: right, but each call takes "
+        f"{triton_compat.CALL_US} us of host time"
     )
 
 

@@ -191,7 +191,7 @@ class Build(launcher.Build):
     """A kernel compiled for an H200. What Python launches is computed, too, without a record in `Gpu.launched`."""
 
     def __init__(self, compiled, launch):
-        super().__init__(compiled, triton_compat.RELEASES[3, 6])
+        super().__init__(compiled, triton_compat.RELEASES[3, 6], launch)
         self.name, self.norm = launch.kernel.__name__, launch.norm
         self.groups = launch.tile.groups if isinstance(launch.tile, Tile) else 1
         self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # it is a norm of squared.py
