@@ -66,7 +66,8 @@ FOUND = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard"
 
 
 def calls_of(name: str) -> list[Call]:
-    """The calls of an op: each variant at each shape; backwards also without dx, which other kernels run."""
+    """The calls of an op: each variant at each shape; backwards also without dx, which other kernels run, and forwards
+    that may round steps also with this."""
     op = OPS[name]
     given: dict[str, Any] = {slot.name: op.default(slot) for slot in op.arguments}
     tensors = [slot.name for slot in op.arguments if slot.role.is_tensor]
@@ -78,29 +79,32 @@ def calls_of(name: str) -> list[Call]:
     masks = [[True] * len(op.outputs)]
     if op.slot("output_mask"):
         masks.append([False, *masks[0][1:]])
+    rounds = [{}, {"rounds_steps": True}][: 1 + (op.slot("rounds_steps") is not None)]
     return [
         Call(
             op=name, shape=shape, normalized_ndim=1, dtypes=dict.fromkeys(tensors, torch.bfloat16),
             values=dict.fromkeys(tensors, "normal"), layouts=layouts,
-            given=given | {"eps": 1e-5, "output_mask": mask} | (places(shape[1]) if "width" in given else {}),
+            given=given | steps | {"eps": 1e-5, "output_mask": mask} | (places(shape[1]) if "width" in given else {}),
             variant=variant, margin=0, mode="plain", seed=0,
         )
-        for variant, shape, mask in itertools.product(VARIANTS[:-1], SHAPES, masks)
+        for steps, variant, shape, mask in itertools.product(rounds, VARIANTS[:-1], SHAPES, masks)
     ]  # fmt: skip
 
 
 def calls_of_heads(name: str) -> list[OtherCall]:
-    """Norms of q and k, with the rotation and without: rows at two levels and at one, all gradients and dx alone."""
+    """Norms of q and k, of each head or of all, with the rotation and without: rows at two levels and at one, all
+    gradients and dx alone."""
     dtypes = dict.fromkeys(("x", "weight", "bias", "grad", "table", "out"), torch.bfloat16)
     given = {"eps": 1e-5, "layer": True} | ({"grouped": True} if name == heads.PACKED else {})
     masks = [(True,) * 6, (True, True, False, False, False, False)] if name != heads.FORWARD else [(True,) * 6]
+    of_all = (False, True) if name != heads.PACKED else (False,)
     return [
         OtherCall(
             name, (4, 128, 6, cols), dtypes, "normal", "contiguous", given, kv_heads=2, rotary=rotary,
-            half_table=False, heads_first=False, count=0, mask=mask[name == heads.PACKED :], margin=0, setting=None,
-            mode="plain", seed=0,
+            half_table=False, heads_first=False, whole=whole, count=0, mask=mask[name == heads.PACKED :], margin=0,
+            setting=None, mode="plain", seed=0,
         )
-        for cols, rotary, mask in itertools.product((64, 96, 512), (0, 64), masks)
+        for whole, cols, rotary, mask in itertools.product(of_all, (64, 96, 512), (0, 64), masks)
     ]  # fmt: skip
 
 

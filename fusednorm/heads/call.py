@@ -205,8 +205,11 @@ def in_place(operands: Operands) -> tuple[Operands, list[str]]:
         grad = getattr(given, of_grad, None)
         x = read(name, x, _place(x, grad, table=cos) is not None)
         read(of_grad, grad, _place(x, grad, table=cos) is not None)
-    for name in ("grad_v", "weight", "k_weight", "bias", "k_bias"):
-        read(name, getattr(given, name, None))
+    read("grad_v", getattr(given, "grad_v", None))
+    for name in ("weight", "k_weight", "bias", "k_bias"):  # one row, of all heads as well
+        parameter = getattr(given, name)
+        if parameter is not None and not (parameter.is_contiguous() and (not invariant or is_aligned(parameter))):
+            copies[name] = parameter.clone(memory_format=CONTIGUOUS)
     if packing and [copies.pop(name) for name in ("x", "k") if name in copies]:
         whole = _at_vectors(given.x) if invariant else given.x.contiguous()
         copies |= {} if whole is given.x else {"x": whole}
@@ -283,7 +286,11 @@ def begins_at_vectors(tensor: Tensor) -> bool:
     """Whether it is aligned, and each of its rows begins at a multiple of VECTOR elements. Kernels for other rows load
     them by other threads, and may add up a row in another order."""
     steps = _steps(tensor) or tensor.stride()[-2:-1]
-    return not (tensor.data_ptr() % ALIGNMENT or any(each % VECTOR for each in steps))
+    return is_aligned(tensor) and not any(each % VECTOR for each in steps)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def _steps(tensor: Tensor) -> list[int]:
@@ -304,7 +311,7 @@ def _has_adjacent_columns(tensor: Tensor) -> bool:
 def _symbol(tensor: Tensor, at: int) -> Tensor:
     """The tensor without memory, with the Address that stands for it as an attribute."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made.address = Address(at, tensor.dtype, tensor.data_ptr() % ALIGNMENT == 0)
+    made.address = Address(at, tensor.dtype, is_aligned(tensor))
     return made
 
 

@@ -26,7 +26,8 @@ Outputs = tuple[Tensor | None, ...]
 @dataclass(frozen=True)
 class OtherCall:
     """A call of one of these ops. shape is that of q, `[B, S, heads, D]` or with heads_first `[B, heads, S, D]`, or of
-    the tensors of a column sum."""
+    the tensors of a column sum. If heads are normalized as a whole, theirs is the last dim but one, and heads_first
+    says how they lie in memory."""
 
     op: str
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class OtherCall:
     rotary: int
     half_table: bool
     heads_first: bool
+    whole: bool  # parameters are for all heads of a token
     count: int  # tensors of a column sum
     mask: tuple[bool, ...]
     margin: int
@@ -91,25 +93,31 @@ class OtherCall:
         batch, at, cols = self.shape[0], 1 if self.heads_first else 2, self.shape[-1]
         of_k = (*self.shape[:at], self.kv_heads, *self.shape[at + 1 :])
         shapes = [self.shape, of_k]
+        of_parameters = [(each[at], cols) if self.whole else (cols,) for each in shapes]
         parameters = {
-            name: [made((cols,), "contiguous", name[:-1] if name == "weights" else "bias", "parameter")] * 2
-            for name in ("weights", "biases")
+            names: [made(each, "contiguous", name, "parameter") for each in of_parameters]
+            for names, name in (("weights", "weight"), ("biases", "bias"))
         }
+
+        def turned(tensor: Tensor) -> Tensor:
+            return tensor.transpose(1, 2) if self.whole and self.heads_first else tensor
+
         tables: dict[str, Tensor | None] = {"cos": None, "sin": None}
         if self.rotary:
             width, dims = self.rotary // 2 if self.half_table else self.rotary, [batch, *self.shape[1:-1]]
             dims[at] = 1
             angles = torch.randn(*dims, width, generator=generator, device=device)
-            tables = {"cos": angles.cos().to(self.dtypes["table"]), "sin": angles.sin().to(self.dtypes["table"])}
+            of_both = {"cos": angles.cos(), "sin": angles.sin()}
+            tables = {name: turned(each.to(self.dtypes["table"])) for name, each in of_both.items()}
         named = parameters | tables | {"eps": self.given["eps"]}
         settings = {name: value for name, value in self.given.items() if name not in ("eps", "grouped")}
         if self.rotary:
             settings["rotary_dim"] = self.rotary
         if self.op == heads.FORWARD:
-            return {"inputs": [made(each, self.layout, "x") for each in shapes]} | named | settings
-        grads = [made(each, self.layout, "grad") for each in shapes]
+            return {"inputs": [turned(made(each, self.layout, "x")) for each in shapes]} | named | settings
+        grads = [turned(made(each, self.layout, "grad")) for each in shapes]
         if self.op == heads.BACKWARD:
-            x = {"inputs": [made(each, self.layout, "x") for each in shapes]}
+            x = {"inputs": [turned(made(each, self.layout, "x")) for each in shapes]}
             return {"grads": grads} | x | named | {"output_mask": [*self.mask]} | settings
         many, kv_heads, grouped = self.shape[2], self.kv_heads, self.given["grouped"]
         qkv = made((batch, self.shape[1], (many + 2 * kv_heads) * cols), self.layout, "x")
@@ -185,4 +193,5 @@ def draw(op: str, of_family: random.Random, each: random.Random, most_elements: 
         count=of_family.choice((1, 2, 3, 9)), mask=tuple(mask),
         margin=of_family.choice((0, 0, 0, 16, 100)), setting=setting,
         mode=each.choice(MODES), seed=each.getrandbits(32),
+        whole=op in (heads.FORWARD, heads.BACKWARD) and of_family.random() < 0.3,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .draw import Call
-from .others import OtherCall
+from .others import COLUMN_SUM, OtherCall
 
 WIDTHS = ((8193, "more than 8,192"), (65537, "more than 65,536"))
 
@@ -24,9 +25,16 @@ def traits(call: Call | OtherCall) -> dict[str, list[str]]:
         "rows": ["none" if not call.rows else "one" if call.rows == 1 else "several"],
         "mode": [call.mode],
         "sm_margin": [str(call.margin)],
+        "rounding": [rounding(call.given)],
         "batch_invariant": ["no" if setting is None else "of rows" if setting < 0 else "with ordered sums"],
     }
+    if isinstance(call, OtherCall) and call.op != COLUMN_SUM:
+        of["heads"] = ["normalized as a whole" if call.whole else "normalized each"]
     return of
+
+
+def rounding(given: dict[str, Any]) -> str:
+    return next((name for name in ("x_hat", "steps") if given.get(f"rounds_{name}")), "once")
 
 
 def columns(cols: int) -> list[str]:

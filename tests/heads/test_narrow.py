@@ -3,6 +3,7 @@ NaN around them (see guarded_buffers): stray reads and writes fail."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,6 +103,21 @@ def test_rows_in_any_layout_give_the_bits_of_contiguous_rows(layout):
     turned = [each.detach().mT.contiguous().mT for each in want]
     grads = [torch.autograd.grad(outputs, list(of.values()), turned) for outputs, of in ((got, laid), (want, given))]
     assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("in_force", [nullcontext, fusednorm.batch_invariant])
+def test_weights_of_all_heads_may_be_slices_of_wider_rows(in_force):
+    """Kernels read them as one row, which no padding interrupts."""
+    case = HeadCase(cols=40, rotary=8, dtype=FP32, whole=True)
+    given = case.tensors()
+    shaped = {name: given[f"{name}_weight"].detach().unflatten(0, (-1, case.cols)) for name in "qk"}
+    halves = {f"{name}_weight": torch.cat([each] * 2, -1)[:, : case.cols] for name, each in shaped.items()}
+    laid = given | {name: each.requires_grad_() for name, each in halves.items()}
+    with in_force():
+        got, want = (case.run(each) for each in (laid, given))
+        grads = [gradients(outputs, of) for outputs, of in ((got, laid), (want, given))]
+    assert all(map(torch.equal, got, want))
+    assert all(torch.equal(one.flatten(), same.flatten()) for one, same in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
