@@ -3,7 +3,7 @@
     python -m tests.sanitize [--tools memcheck consan] [--ops layer_norm_bwd] [--minutes 8.5] [--out FILE]
 
 The first calls of each op launch each of its kernels once. Those under all tools come first, then the calls that need
-other builds; a call without any is left out. All processors build ahead what the calls need, but for ConSan, whose
+other builds; a call without any is left out. All processes build ahead what the calls need, but for ConSan, whose
 builds are others. Each tool runs the calls of each op in a process of its own, with a limit of time; one that dies
 starts anew behind the call that killed it. FILE gets a JSON object: `clean` says of each kernel and op by which tools
 it is clean, or else what was found; `results` has the calls, errors, seconds and kernels of each process, the kernels
@@ -313,10 +313,10 @@ def sentence(results: list[dict[str, Any]]) -> str:
     return f"{said}, of {calls:,} calls of {len(ops)} ops and {len(kernels)} kernels by {', '.join(sorted(tools))}"
 
 
-def build_ahead(builds: list[tuple[str, int, int]], spec: DeviceSpec, end: float) -> None:
-    """Compiles by all processors. The calls tell what cannot be built."""
+def build_ahead(builds: list[tuple[str, int, int]], spec: DeviceSpec, end: float, workers: int) -> None:
+    """Compiles by so many processes. The calls tell what cannot be built."""
     begun, context = time.monotonic(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    with ProcessPoolExecutor(workers, context) as pool:
         futures = [pool.submit(build, *each, spec) for each in builds]
         done, left = wait(futures, max(0.0, min(end - begun, MOST_SECONDS)))
         pool.shutdown(cancel_futures=True)
@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", choices=names, default=names)
     parser.add_argument("--limit", type=float, default=240, help="seconds for the calls of one op under one tool")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the run stops")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "out/sanitize.json")
     parser.add_argument("--work", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--calls", type=int, nargs="+", help=argparse.SUPPRESS)
@@ -361,7 +361,7 @@ def main() -> int:
         jobs += of_part
         needed = {name for tool, name, _ in of_part if tool != CONSAN}
         if needed and time.monotonic() < end:
-            build_ahead([each for each in chosen.builds if each[0] in needed], spec, end)
+            build_ahead([each for each in chosen.builds if each[0] in needed], spec, end, options.workers)
         with ThreadPoolExecutor(options.workers) as pool:
             for future in as_completed([pool.submit(result_of, job) for job in of_part]):
                 result = future.result()
