@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
-from . import ops, reference, sharding
+from . import lookup, ops, reference, sharding
 from .dtypes import accumulation_dtype
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
@@ -182,7 +182,10 @@ class NormFunction(Function):
             for name, each in zip([output.name for output in operands.outputs], found, strict=True):
                 if each is not None:
                     grads[name] = each if grads.get(name) is None else grads[name] + each
-        return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
+        found = [grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)]
+        for at, name in by.tables:
+            found[at] = found[at] if found[at] is None else lookup.gradient(found[at], saved["row_index"], saved[name])
+        return *found, None, None
 
 
 _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
-from . import autograd, lookup
+from . import autograd
 from .dtypes import FLOAT_DTYPES
 from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
-from .operands import OPS
+from .operands import BY_INDEX, OPS
 
 
 def layer_norm(
@@ -272,8 +272,6 @@ def ada(
     normalized_shape, weight_offset, rounding,
 ):  # fmt: skip
     """ada_layer_norm or ada_rms_norm of positional arguments."""
-    if index is not None:
-        gate, scale, shift = (_rows_of(each, index, x) for each in (gate, scale, shift))
     of, rows, more = "", (), ()
     if residual is not None:
         of, rows, more = "_of_sum", (residual,), (normalize_rounded, residual_dtype)
@@ -281,20 +279,11 @@ def ada(
         of, rows = "_of_gated_sum", (*rows, gate)
         if residual is None:
             raise RuntimeError(f"{norm}_norm_fwd{of}_modulated: a gate must have a residual, got none")
-    steps = rounding == STEPS
-    return of_form(f"{norm}_norm_fwd{of}_modulated", x, (*rows, scale, shift), weight, bias, eps, normalized_shape,
+    steps, by = rounding == STEPS, ""
+    if index is not None:
+        rows, by = (*rows, index), BY_INDEX
+    return of_form(f"{norm}_norm_fwd{of}_modulated{by}", x, (*rows, scale, shift), weight, bias, eps, normalized_shape,
                    weight_offset, "once" if steps else rounding, (*more, steps))  # fmt: skip
-
-
-def _rows_of(table: Tensor | None, index: Tensor, x: Tensor) -> Tensor | None:
-    """A table's row for each row of x."""
-    if table is None:
-        return table
-    batch = x.shape[: x.dim() - table.dim() + 1]
-    if index.shape != batch or index.dtype not in (torch.int32, torch.int64):
-        got = f"{index.dtype} of shape {tuple(index.shape)}"
-        raise RuntimeError(f"ada_norm: index must have int32 or int64 of x's batch shape {tuple(batch)}, got {got}")
-    return lookup.rows_of(table.flatten(1), index).reshape(*batch, *table.shape[1:])
 
 
 def behind(

@@ -1,37 +1,20 @@
-"""Rows of a table by an index, with a gradient that is the same in every run, in compiled code, too."""
+"""The gradient of a table of which rows were read by an index. It is the same in every run, in compiled code, too."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from .host.key import PLAIN_TYPES
+from .host import torch_compat
 from .namespace import TORCH_OPS
 from .ops import define
 
 
-def rows_of(table: Tensor, index: Tensor) -> Tensor:
-    """table[index]. ATen's gradient sorts the index and adds up rows in a fixed order. Inductor would replace it by
-    atomic additions, so that in compiled code the gradient is an op of ours, which Inductor runs as it is."""
-    if torch.compiler.is_dynamo_compiling() and type(table) in PLAIN_TYPES:
-        return LookupFunction.apply(table, index)
-    return F.embedding(index, table)
-
-
-class LookupFunction(Function):
-    """apply(table, index)"""
-
-    @staticmethod
-    def forward(ctx, table, index):
-        ctx.save_for_backward(index)
-        ctx.rows = table.shape[0]
-        return F.embedding(index, table)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return TORCH_OPS.lookup_backward(grad, *ctx.saved_tensors, ctx.rows), None
+def gradient(rows: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    """Of the table, from that of each row of x. ATen sorts the index and adds up rows in a fixed order. Inductor would
+    replace this by atomic additions, so that traced code has an op of ours, which Inductor runs as it is."""
+    made = TORCH_OPS.lookup_backward if torch_compat.dispatch_modes() and not torch.is_grad_enabled() else _backward
+    return made(rows.to(table.dtype).reshape(*index.shape, -1), index, table.shape[0]).reshape(table.shape)
 
 
 def _backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:

@@ -34,7 +34,8 @@ class Role(enum.Enum):
     ROWS = "a tensor of x's shape"
     STATISTIC = "a tensor of one element per group of a row; [*batch, 1, ..., groups] as an output"
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
-    MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
+    INDEX = "an integer for each row of x, the row that it has of modulations that are tables"
+    MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1; or a table"
     COLUMNS = "a tensor of x's batch dims and columns of its own"
     STRIDED = "a tensor of a shape and strides that all calls by a program have"
     TABLE = "the same, of numbers that have no gradient"
@@ -58,7 +59,7 @@ class Role(enum.Enum):
 
 TENSORS = (
     *(Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION, Role.COLUMNS),
-    *(Role.STRIDED, Role.TABLE),
+    *(Role.STRIDED, Role.TABLE, Role.INDEX),
 )
 
 
@@ -255,8 +256,22 @@ FORM_OPS = tuple(
     for norm, eps, statistics in (("layer", EPS, (MEAN_, RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,)))
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
+
+# Modulated norms whose modulations are tables. Their backwards give one row of gradients for each row of x, which for
+# the shift is that of y.
+INDEX, BY_INDEX = Slot("row_index", Role.INDEX), "_by_index"
+
+
+def _by_index(op: Op) -> Op:
+    at = op.inputs.index(SCALE)
+    modulations = [each._replace(gradient="grad_out") if each.name == "shift" else each for each in op.inputs[at:]]
+    suffix, backward = op.suffix + BY_INDEX, op.backward and op.backward + BY_INDEX
+    return op._replace(inputs=(*op.inputs[:at], INDEX, *modulations), suffix=suffix, backward=backward)
+
+
+INDEXED_OPS = tuple(_by_index(op) for op in (*MODULATED_OPS, *FORM_OPS) if op.suffix.endswith("_modulated"))
 BACKWARDS_OF_FORMS = *SUMMANDS_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS, *INDEXED_OPS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
@@ -424,6 +439,7 @@ class Derivative(NamedTuple):
     # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
     # dtype of these, and autograd casts it to those of the others.
     dtypes: tuple[tuple[str, tuple[int, ...]], ...]
+    tables: tuple[tuple[int, str], ...]  # the forward's tensors of which an index names rows, with what is kept of them
 
 
 @functools.cache
@@ -437,6 +453,7 @@ def derivative_of(forward: str) -> Derivative:
     own = dict(zip(of.tensor_names, outputs))  # noqa: B905  tables have no gradient
     gradients = [slots[name].gradient or own.get(name, outputs[0]) for name in of.tensor_names]
     mask = [tuple(at for at, gradient in enumerate(gradients) if gradient == name) for name in outputs]
+    is_table = [slots[name].role is Role.MODULATION and "row_index" in saved for name in of.tensor_names]
     statistics = [output for output in of.outputs if output.role is Role.STATISTIC]
     behind = of.outputs[1 + len(statistics) :]
     return Derivative(
@@ -451,6 +468,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.name for output in backward.outputs if output.is_dx),
         tuple(slot.name for slot in of.slots if slot.role in (Role.FORM, Role.EPS) and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
+        tuple((at, names[at]) for at, is_it in enumerate(is_table) if is_it),
     )
 
 

@@ -187,6 +187,7 @@ def fake(operands: Operands) -> Outputs:
     batch = validate(operands)
     shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands))}
     shapes[Role.COLUMNS] = (*batch, getattr(operands, "width", 0))
+    shapes |= {Role.MODULATION: operands.x.shape} if hasattr(operands, "row_index") else {}
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)
@@ -212,7 +213,7 @@ def register(op: Op) -> None:
     """Define an op, below autograd."""
     name = op.name
     KERNELS[name] = as_op(name, run)
-    keys = ("CPU",) if native.extension else ("CPU", "CUDA")
+    keys = ("CPU",) if native.extension and native.takes(op) else ("CPU", "CUDA")
     elsewhere = as_op(name, run if op.of_lists else _refuse)  # an empty list has no device
     define(schema_of(op), as_op(name, fake), (KERNELS[name], keys), (elsewhere, ELSEWHERE))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dtypes import accumulation_dtype
@@ -222,6 +223,8 @@ def _modulated(u: Tensor, operands: Operands) -> Tensor:
 
 
 def _spread(modulation: Tensor, operands: Operands) -> Tensor:
+    if hasattr(operands, "row_index"):
+        return F.embedding(operands.row_index, modulation.flatten(1)).reshape(operands.x.shape)
     return spread(modulation, operands.x.dim(), len(operands.normalized_shape))
 
 
@@ -314,7 +317,9 @@ def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_gr
 
 
 def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor:
-    """The sum over the rows that share a modulation, in its shape: a new tensor."""
+    """The sum over the rows that share a modulation, in its shape: a new tensor. The rows themselves with an index."""
+    if hasattr(operands, "row_index"):
+        return rows.clone()
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
 

@@ -76,7 +76,9 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
                 f" got {tuple(value.shape)}"
             )
         operands[slot.name] = WHOLE if slot.role is Role.PARAMETER else ROWS
-        if slot.role is Role.MODULATION:
+        if slot.role is Role.MODULATION and "row_index" in given:
+            operands[slot.name] = WHOLE
+        elif slot.role is Role.MODULATION:
             operands[slot.name] = of_modulation(value, WHOLE)
     mask = given.get("output_mask") or itertools.repeat(True)
     outputs: dict[str, str | tuple[str, ...] | None] = {}
@@ -84,7 +86,7 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
         like = given.get(output.like)
         if not wanted or like is None:
             outputs[output.name] = None
-        elif output.role is Role.MODULATION:
+        elif output.role is Role.MODULATION and "row_index" not in given:
             outputs[output.name] = of_modulation(like, SUM)
         else:
             outputs[output.name] = SUM if output.role is Role.PARAMETER else ROWS

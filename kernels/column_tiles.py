@@ -31,6 +31,7 @@ from .multiwave import (
     load_row_tile,
     load_row_tiles,
     other_rows,
+    row_of,
     row_start,
     rows_in_memory,
     store_chunk,
@@ -49,12 +50,13 @@ from .rowmath import (
 
 
 @triton.jit
-def row_pointers(x_rows, rows_in, strides_in, row, norm: tl.constexpr, tile: tl.constexpr):
+def row_pointers(x_rows, rows_in, strides_in, row_index_ptr, row, norm: tl.constexpr, tile: tl.constexpr):
     """Where a row of x and of the form's other row tensors begins."""
     pointers = (x_rows.ptr + row_start(x_rows, row, norm),)
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
-            pointers = pointers + (rows_in[t] + row_start(other_rows(rows_in, strides_in, t, tile), row, norm),)
+            found = row_of(t, row, True, row_index_ptr, norm)
+            pointers = pointers + (rows_in[t] + row_start(other_rows(rows_in, strides_in, t, tile), found, norm),)
     return pointers
 
 
@@ -94,7 +96,7 @@ def forward_by_column_tiles(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
-    strides_shared=None, sample_rows=None,
+    strides_shared=None, sample_rows=None, row_index_ptr=None,
 ):
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
@@ -102,7 +104,7 @@ def forward_by_column_tiles(
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row, norm, tile)
+    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row_index_ptr, row, norm, tile)
     tile_rows = tile_rows + sample_pointers(shared, strides_shared, row, sample_rows, tile)
     rows_out = each_of_group(rows_out, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -157,7 +159,7 @@ def backward_row_means(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, row_index_ptr=None,
 ):
     """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
@@ -173,7 +175,7 @@ def backward_row_means(
             for start in range(0, num_counters, tile.chunk):
                 lane = tl.arange(0, tile.chunk)
                 tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
-    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row, norm, tile)
+    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row_index_ptr, row, norm, tile)
     dy_row = dy_rows.ptr + row_start(dy_rows, row, norm)
     rstd = tl.load(source.rstd_ptr + row * source.rstd_stride).to(norm.acc)
     mean = rstd
@@ -207,7 +209,7 @@ def backward_by_column_tiles(
     counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
     dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
-    width=None, x_at=None, gate_at=None,
+    width=None, x_at=None, gate_at=None, row_index_ptr=None,
 ):
     """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
     CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.
@@ -247,7 +249,7 @@ def backward_by_column_tiles(
     db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     step = tl.num_programs(1) * tile.rows
     row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row, rows, here, norm, tile)
+    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row_index_ptr, row, rows, here, norm, tile)
     dy_next = load_row_tile(dy_rows, row, rows, here, norm, tile)
     for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
         tiles = chunk_of(next_tiles, 0)
@@ -256,7 +258,7 @@ def backward_by_column_tiles(
         in_range = row < rows
         statistics = load_row_statistics(source, row, rows, norm)
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, ahead, rows, here, norm, tile)
+        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row_index_ptr, ahead, rows, here, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, here, norm, tile)
         x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
         du = norm.form.to_du(dy, tiles, norm)

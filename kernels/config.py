@@ -81,7 +81,8 @@ class Norm(CompileTime):
     wants_db: bool = False
     nested_rows: bool = False  # a tensor's rows lie at two nested strides: see multiwave.py
     rows_in: tuple[str, ...] = ()  # names of the row tensors that are read for the form, in their order
-    shared: tuple[str, ...] = ()  # and of those that have one row for all rows of a CTA
+    tables: tuple[str, ...] = ()  # of these, those whose rows an index names
+    shared: tuple[str, ...] = ()  # names of those that have one row for all rows of a CTA
     stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
     summed: tuple[int, ...] = ()  # and which it sums over the rows of a CTA
     mixes_halves: bool = False  # operands are bfloat16, and something is rounded to float16: see rowmath.kept
@@ -122,6 +123,10 @@ class Norm(CompileTime):
     def has_row(self, name: str) -> bool:
         """Whether there is a row tensor of this name beside x."""
         return name in self.rows_in + self.shared
+
+    def is_table(self, nth: int) -> bool:
+        """Whether an index names the rows of the nth of rows_in."""
+        return self.rows_in[nth] in self.tables
 
     def is_late(self, nth: int) -> bool:
         """Whether of the nth of rows_in only `gradients` reads the tile."""

@@ -13,8 +13,9 @@ With tile.groups, all of this holds for the columns of each group by themselves,
 (p, 0, k) is CTA p of those of group k, and moves every pointer to where its group begins (loads.of_group).
 
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
-inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. A backward adds the rows of
-`added`, which are contiguous, to the gradient of the row that was normalized.
+inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. For row r, those that are
+tables (norm.tables) have a row whose number is at row_index_ptr + r. A backward adds the rows of `added`, which are
+contiguous, to the gradient of the row that was normalized.
 
 sample_rows rows may be a sample with CTAs of its own: the first dimension of the grid counts samples, and the second is
 P. A row of `shared`, tensors that are given as those of `rows_in` are, belongs to a sample. A backward leaves partials
@@ -83,6 +84,15 @@ def other_rows(rows_in, strides_in, t: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def row_of(t: tl.constexpr, row, in_range, row_index_ptr, norm: tl.constexpr):
+    """Which rows of the t-th row tensor beside x belong to the rows `row`, of which the index has those in range."""
+    found = row
+    if norm.is_table(t):
+        found = tl.load(row_index_ptr + row, mask=in_range, other=0).to(tl.int64)
+    return found
+
+
+@triton.jit
 def row_start(source, row, norm: tl.constexpr):
     """Element offset of the start of each row; `row` is int64."""
     if norm.nested_rows:
@@ -127,9 +137,20 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 
 @triton.jit
-def load_row_tiles(
-    x_rows, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr, late: tl.constexpr = True
+def load_other_tile(
+    rows_in, strides_in, row_index_ptr, t: tl.constexpr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
+    """`load_row_tile` of the t-th row tensor beside x."""
+    source, in_range = other_rows(rows_in, strides_in, t, tile), row < rows
+    start = row_start(source, row_of(t, row, in_range, row_index_ptr, norm), norm)[:, None]
+    return load_chunks(source.ptr, start, in_range[:, None], cols, tile)
+
+
+@triton.jit
+def load_row_tiles(
+    x_rows, rows_in, strides_in, row_index_ptr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr,
+    late: tl.constexpr = True,
+):  # fmt: skip
     """`load_row_tile` of x and of the form's other row tensors, as a tuple; without `late`, placeholders for those that
     `load_late_tiles` loads."""
     tiles = (load_row_tile(x_rows, row, rows, cols, norm, tile),)
@@ -138,18 +159,18 @@ def load_row_tiles(
             if norm.is_late(t) and not late:
                 tiles = tiles + (tiles[0],)
             else:
-                tiles = tiles + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+                tiles = tiles + (load_other_tile(rows_in, strides_in, row_index_ptr, t, row, rows, cols, norm, tile),)
     return tiles
 
 
 @triton.jit
-def load_late_tiles(tiles, rows_in, strides_in, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+def load_late_tiles(tiles, rows_in, strides_in, row_index_ptr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
     """The tiles of `load_row_tiles`, complete."""
     found = (tiles[0],)
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
             if norm.is_late(t):
-                found = found + (load_row_tile(other_rows(rows_in, strides_in, t, tile), row, rows, cols, norm, tile),)
+                found = found + (load_other_tile(rows_in, strides_in, row_index_ptr, t, row, rows, cols, norm, tile),)
             else:
                 found = found + (tiles[1 + t],)
     return found
@@ -329,7 +350,7 @@ def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
-    strides_shared=None, sample_rows=None,
+    strides_shared=None, sample_rows=None, row_index_ptr=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
@@ -343,7 +364,7 @@ def forward(
     share = share_of_cta(rows, sample_rows)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile)
+    tiles = load_row_tiles(x_rows, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile)
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
@@ -357,7 +378,7 @@ def forward(
     else:
         for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
             ahead = row + step
-            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile)
+            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row_index_ptr, ahead, share.last, cols, norm, tile)
             write_rows(
                 tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
                 inside, tile,
@@ -373,6 +394,7 @@ def backward(
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
     shared=None, strides_shared=None, sum_partials=None, sample_rows=None, width=None, x_at=None, gate_at=None,
+    row_index_ptr=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. With a `width`, dx is the gradient of a tensor
     of so many columns, of which those from x_at and from gate_at on are stored here."""
@@ -402,7 +424,9 @@ def backward(
             sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row, share.last, cols, norm, tile, late=False)
+    next_tiles = load_row_tiles(
+        x_rows, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile, late=False
+    )
     dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
     source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     next_statistics = load_row_statistics(source, row, share.last, norm)
@@ -414,14 +438,16 @@ def backward(
         rstd = next_statistics.rstd
         in_range = row < share.last
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, rows_in, strides_in, ahead, share.last, cols, norm, tile, late=False)
+        next_tiles = load_row_tiles(
+            x_rows, rows_in, strides_in, row_index_ptr, ahead, share.last, cols, norm, tile, late=False
+        )
         dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, share.last, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * stride_of_gradients(cols, width, tile))[:, None]  # nothing is added if there is a width
         others = load_added(added, start, in_range[:, None], cols, tile)
-        of_rows = load_late_tiles(early, rows_in, strides_in, row, share.last, cols, norm, tile)
+        of_rows = load_late_tiles(early, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()

@@ -22,7 +22,7 @@ EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
 # Fields of a problem.
-OF_FORM = "form", "rows_in", "names_in", "rows_out", "stored", "y_dtype", "nested_rows"
+OF_FORM = "form", "rows_in", "names_in", "tables", "rows_out", "stored", "y_dtype", "nested_rows"
 OF_SAMPLES = "by_sample", "sample_divisor", "shared", "names_shared", "summed", "sums_out", "scattered"
 SAMPLE_ROWS = 1024
 
@@ -126,9 +126,11 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     of_rows, of_samples = (Role.ROWS, Sharing()), (Role.MODULATION, Sharing(SAMPLE_ROWS, (True,), 1))
 
     def read(name: str, dtype: torch.dtype, kind: tuple[Role, Sharing]) -> Added:
-        return Added(name, kind[0], RowView(meta((rows, *shape), dtype), 1, problem.cols, 0), kind[1])
+        view = RowView(meta((rows, *shape), dtype), 1, problem.cols, 0, name in problem.tables)
+        return Added(name, kind[0], view, kind[1])
 
     added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]
+    added += [Added("row_index", Role.INDEX, meta((rows,), torch.int64))] if problem.tables else []
     added += [read(*each, of_samples) for each in zip(problem.names_shared, problem.shared, strict=True)]
     forward = problem.direction == "forward"
     stored = range(1, 1 + len(problem.rows_out)) if forward else [at for at in problem.stored if at]

@@ -123,6 +123,8 @@ def fit(operands: Operands, shape: torch.Size, statistics: int) -> bool:
             fits = tensor.shape.numel() == statistics  # that of a tensor would answer for a nested one, too
         elif role is Role.COLUMNS:
             fits = tensor.shape == (*shape[:-1], operands.width - 2 * shape[-1])
+        elif role is Role.INDEX:
+            fits = tensor.shape == shape[: len(shape) - len(operands.normalized_shape)]
         else:
             fits = tensor.shape == shape
         if not fits:
@@ -160,8 +162,13 @@ def _statistic(tensor: Tensor, _: Operands) -> tuple:
 
 def _modulation(tensor: Tensor, operands: Operands) -> tuple:
     """Which batch dims of x it has whole, how many rows of x share one of its rows, and how its rows lie as one for
-    each row of x."""
+    each row of x; of a table, how its rows lie."""
     shape, ndim = operands.x.shape, len(operands.normalized_shape)
+    if hasattr(operands, "row_index"):
+        table = row_view(tensor, 1) if tensor.shape[1:] == shape[len(shape) - ndim :] else None
+        if table is None:
+            raise NotPrepared
+        return table[1:]
     view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
     if view is None:
         raise NotPrepared
@@ -181,6 +188,7 @@ LAYOUTS = {
     Role.PACKED_ROWS: _copied,
     Role.MODULATION: lambda *_: None,  # `_modulation` says it
     Role.COLUMNS: _copied,
+    Role.INDEX: _copied,
     Role.STRIDED: lambda tensor, _: tensor.stride(),
     Role.TABLE: lambda tensor, _: tensor.stride(),
 }

@@ -76,9 +76,14 @@ def install(
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
-    for op in [each.op for each in TRANSLATIONS.values()]:
+    for op in [each.op for each in TRANSLATIONS.values() if takes(each.op)]:
         _describe(op)
         install_op(op)
+
+
+def takes(op: Op) -> bool:
+    """Whether C++ runs calls of an op. It knows no index."""
+    return not op.slot("row_index")
 
 
 def add(op: Op) -> None:
@@ -189,7 +194,7 @@ def _tensors(op: Op) -> list[str]:
 def y_of(name: str, arguments: tuple) -> Any:
     """What a forward op returns without the statistics, differentiable, for all of its arguments by position: y, or y
     and what follows. None if Python must run the call."""
-    if extension is None or torch.compiler.is_dynamo_compiling():
+    if extension is None or torch.compiler.is_dynamo_compiling() or name not in _numbers:
         return None
     return extension.y_of(_numbers[name], *arguments)
 

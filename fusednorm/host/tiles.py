@@ -50,6 +50,7 @@ def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
         wants_db=problem.wants_db,
         nested_rows=problem.nested_rows,
         rows_in=problem.names_in,
+        tables=problem.tables,
         shared=problem.names_shared,
         stored=problem.stored,
         summed=problem.summed,

@@ -37,6 +37,7 @@ class NormProblem:
     rows_in: tuple[torch.dtype, ...] = ()  # tensors of x's shape that are read for the form
     rows_out: tuple[torch.dtype, ...] = ()  # and that are written
     names_in: tuple[str, ...] = ()  # of rows_in
+    tables: tuple[str, ...] = ()  # of these, those of few rows, which an index names for each row of x
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
     packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor
@@ -107,13 +108,15 @@ class NormProblem:
     @cached_property
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
-        read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in)
+        read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in) - len(self.tables)
         return read, self.writes_rows + len(self.rows_out), self.num_sums, len(self.shared)
 
     @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        read = self.x_dtype, self.grad_dtype, self.residual_dtype, *self.rows_in
+        pairs = zip(self.names_in, self.rows_in, strict=False)
+        streamed = [of for name, of in pairs if name not in self.tables] if self.tables else self.rows_in
+        read = self.x_dtype, self.grad_dtype, self.residual_dtype, *streamed
         written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
 

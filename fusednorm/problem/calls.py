@@ -243,7 +243,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
     modulations by row if a sample has few rows, or too many that no parts of equal size have enough; if it is of
     a sum, whose CTAs have no registers to hold them, unless they are wider than x, and slow to read for each row; or if
-    a row's bits must not depend on how many rows there are."""
+    a row's bits must not depend on how many rows there are. Tables are read by row, and so are their gradients."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
@@ -251,7 +251,9 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
     batch_shape = x.shape[:batch_ndim]
     modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
-    shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in modulations if each is not None}
+    has_tables = hasattr(operands, "row_index")
+    by_batch = [each for each in modulations if each[1] is not None and not has_tables]
+    shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in by_batch}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
     parts = _parts_of(sample_rows) if is_forward else 1
@@ -269,6 +271,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return None
         if role is Role.ROWS:
             return row_view_or_copy(value, batch_ndim, cols)
+        if role is Role.MODULATION and has_tables:
+            return row_view_or_copy(value, 1, cols)._replace(by_index=True)
         if role is Role.MODULATION:
             is_shared = slot.name in shared and shared[slot.name].is_by_sample
             normalized_shape = x.shape[batch_ndim:]
@@ -280,6 +284,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return (is_forward and row_view(rows, len(read_by))) or row_view_or_copy(rows, len(read_by), cols)
         return statistic(value) if role is Role.STATISTIC else packed(value)
 
+    of_rows = {Role.MODULATION: Role.ROWS} if has_tables else {}
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
@@ -290,7 +295,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         tuple(
             Added(name, role, output_dtype(operands, each) if want else None, shared.get(like, Sharing()))
             for each, want in outputs
-            for name, role, like in [each[:3]]
+            for name, role, like in [(each.name, of_rows.get(each.role, each.role), each.like)]
         ),
         sample_rows,
     )
@@ -316,6 +321,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
         "names_shared": tuple([each.name for each in shared]),
         "rows_in": tuple([each.value.tensor.dtype for each in read]),
         "names_in": tuple([each.name for each in read]),
+        "tables": tuple([each.name for each in read if each.value.by_index]),
         "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
     }
 

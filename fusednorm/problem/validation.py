@@ -28,9 +28,9 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
     one element per row and group, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of
-    them absent. groups must divide the columns. Raises TypeError if an operand is no tensor or normalized_shape no
-    tuple of integers. Messages name `op`, by default the operands' op. Only shapes, dtypes, layouts and devices are
-    read, so meta and traced tensors are accepted.
+    them absent; with an index, it has any number of rows of normalized_shape. groups must divide the columns. Raises
+    TypeError if an operand is no tensor or normalized_shape no tuple of integers. Messages name `op`, by default the
+    operands' op. Only shapes, dtypes, layouts and devices are read, so meta and traced tensors are accepted.
     """
     own = CHECKS.get(operands.op)
     if own:
@@ -61,6 +61,11 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             wanted = (*batch_shape, operands.width - 2 * math.prod(normalized_shape))
             if not _is_as_wanted(value, wanted, device):
                 require(op, name, value, wanted, device)
+        elif role is Role.INDEX:
+            _require_index(op, value, batch_shape, device)
+        elif role is Role.MODULATION and hasattr(operands, "row_index"):
+            require_strided(op, name, value)
+            require(op, name, value, (*value.shape[:1], *normalized_shape), device)
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
@@ -165,6 +170,15 @@ def _require_modulation(
         got = tuple(tensor.shape)
         raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")
     require_float(op, name, tensor, device)
+
+
+def _require_index(op: str, tensor: Tensor, batch_shape: torch.Size, device: torch.device) -> None:
+    require_strided(op, "index", tensor)
+    if tensor.shape != batch_shape or tensor.dtype not in (torch.int32, torch.int64):
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise RuntimeError(f"{op}: index must have int32 or int64 of x's batch shape {tuple(batch_shape)}, got {got}")
+    if tensor.device != device:
+        raise RuntimeError(f"{op}: index must be on {device} as x is, got {tensor.device}")
 
 
 def require_float(op: str, name: str, tensor: Tensor, device: torch.device, first: str = "x") -> None:

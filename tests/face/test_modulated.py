@@ -196,3 +196,32 @@ def test_a_backward_takes_a_branch_and_its_gate_together(given, other):
     alone = {"branch": x, "gate": scale}[given]
     with pytest.raises(RuntimeError, match=f"rms_norm_bwd_modulated: {given} must come with {other}"):
         torch.ops.fusednorm.rms_norm_bwd_modulated(x, x, (COLS,), rstd, scale, **{given: alone})
+
+
+def test_gradients_of_a_table_have_derivatives():
+    x, index = draw(2, 3, COLS, dtype=FP64, seed=1), torch.tensor([[2, 0, 0], [1, 2, 2]])
+    table = draw(4, 3, COLS, dtype=FP64, seed=2).requires_grad_()
+
+    def modulated(table, index):
+        shift, scale, gate = table.unbind(-2)
+        y, h = fusednorm.ada_layer_norm(x, scale, shift, residual=x, gate=gate, index=index)
+        return (y.sin() * h.cos()).sum()
+
+    ours, theirs = (
+        torch.autograd.grad(
+            torch.autograd.grad(modulated(*given), table, create_graph=True)[0].square().sum(), table
+        )[0]
+        for given in ((table, index), (table[index], None))
+    )
+    torch.testing.assert_close(ours, theirs)
+    jacobian = torch.func.grad(lambda table: modulated(table, index))(table)
+    torch.testing.assert_close(jacobian, torch.autograd.grad(modulated(table, index), table)[0])
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_norm_with_a_table_keeps_its_rows_and_no_row_of_x_for_its_backward(norm):
+    x, index = draw(2, 30, COLS, seed=1).requires_grad_(), torch.zeros(2, 30, dtype=torch.int64)
+    table, kept = draw(4, 3, COLS, seed=2).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        getattr(fusednorm, f"ada_{norm}_norm")(x, table[:, 0], table[:, 1], index=index)
+    assert [each for each in kept if each.shape == x.shape] == [x]

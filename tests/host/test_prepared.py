@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import BF16, FP32, make_case
 from planning import make_problem
+from tables import BACKWARDS, FORWARDS, Table
 
 from fusednorm import batch_invariant, force, ops, sm_margin
 from fusednorm.host import gpus, key, native, prepared, torch_compat
@@ -94,7 +95,7 @@ def by_itself(operands) -> OnTensors:
     """What a call would launch by Triton, whatever is kept."""
     from fusednorm.host import launch
 
-    if isinstance(operands, ForwardOperands):
+    if operands.direction == "forward":
         return launch.on_tensors(check_forward(operands))
     return launch.on_tensors(check_backward(operands))
 
@@ -591,3 +592,35 @@ def test_each_plan_ends_at_the_last_row_that_the_planner_gives_it():
     first(backward_arguments(rows=last))
     assert found(backward_arguments(rows=last)) is not None
     assert found(backward_arguments(rows=last + 1)) is None
+
+
+@pytest.mark.parametrize("table", [FORWARDS[0], FORWARDS[1], BACKWARDS[0], BACKWARDS[3]], ids=str)
+def test_a_norm_with_tables_runs_for_other_rows_and_for_tables_of_another_size(table, launched, monkeypatch):
+    program = first(table.operands)
+    other = replace(table, rows=table.rows + 2, size=table.size + 3).operands
+    assert first(other) is program
+    assert_launches_as_by_itself(other, launched, monkeypatch)
+    index, scale = other.row_index, other.scale
+    for changes in (
+        {"row_index": index.int() if index.dtype == torch.int64 else index.long()},
+        {"row_index": index[:, 1:]},
+        {"row_index": index.t().contiguous().t()},
+        {"row_index": index.flatten()},
+        {"scale": scale.clone()},
+        {"scale": scale[:, 1:]},
+        {"scale": scale.double()},
+        {"scale": scale[None]},
+    ):
+        assert found(other._replace(**changes)) is None, changes
+
+
+def test_an_index_that_is_no_tensor_of_the_rows_gets_one_sentence():
+    operands = Table("layer", "", 5, 64).operands
+    for changes, kind, text in (
+        ({"row_index": None}, TypeError, "index must be a tensor, got NoneType"),
+        ({"row_index": operands.row_index[:2]}, RuntimeError, r"index must have int32 or int64 of x's batch shape"),
+        ({"scale": operands.scale[:, 1:]}, RuntimeError, r"scale must have shape \(4, 64\), got \(4, 63\)"),
+        ({"scale": operands.scale[0]}, RuntimeError, r"scale must have shape \(64, 64\), got \(64,\)"),
+    ):
+        with pytest.raises(kind, match=text):
+            ops.run(operands._replace(**changes))

@@ -22,10 +22,11 @@ MAY_IMPORT = {
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
     "packed": {"autograd", "forms", "functional", "host", "namespace", "operands", "problem"},
-    "functional": {"autograd", "dtypes", "forms", "host", "lookup", "operands", "problem"},
+    "functional": {"autograd", "dtypes", "forms", "host", "operands", "problem"},
     "lookup": {"host", "namespace", "ops"},
     "autograd": {
-        *("dtypes", "forms", "host", "namespace", "operands", "ops", "problem", "reference", "settings", "sharding"),
+        *("dtypes", "forms", "host", "lookup", "namespace", "operands", "ops", "problem", "reference", "settings"),
+        "sharding",
     },
     "columns": {"dtypes", "host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},
     "heads": {

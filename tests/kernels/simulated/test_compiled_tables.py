@@ -1,0 +1,52 @@
+"""Modulations in tables with an index for each row of x, compiled, by the planner's plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BF16
+from simulator.host import simulated
+from tables import BACKWARDS, FORWARDS, Table
+
+from fusednorm.problem.calls import check_backward, check_forward
+
+
+def outputs_of(call, device: str = "H200"):
+    from fusednorm.host import launch
+
+    with simulated(device, 2) as simulation:
+        prepared = launch.on_tensors(call)
+        simulation.hand_over(prepared.launches)
+    return prepared.outputs
+
+
+@pytest.mark.parametrize("device", ["A100", "H200", "B200", "RTX 5090"])
+@pytest.mark.parametrize("table", (FORWARDS[3], BACKWARDS[2]), ids=str)
+def test_gpus_of_each_kind_give_what_gathered_rows_give_in_float64(table, device):
+    table.check(outputs_of(table.call, device))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        *FORWARDS[:2],
+        Table("rms", "_of_sum", 9, 520, parameters=BF16),
+        Table("layer", "", 2, 16384),  # by column tiles
+        BACKWARDS[0],
+        Table("rms", "", 11, 520, modulation=BF16, backward=True),
+    ],
+    ids=str,
+)
+def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table):
+    table.check(outputs_of(table.call))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_rows_of_a_table_may_lie_2_to_the_31_elements_apart(backward):
+    table, apart = Table("layer", "", 4, 256, size=3, modulation=BF16, backward=backward), 2**30
+    memory = torch.empty(2 * apart + table.cols, dtype=BF16)  # pages that nobody touches take no memory
+    far = memory.as_strided((3, table.cols), (apart, 1)).copy_(table.given["scale"])
+    check = check_backward if backward else check_forward
+    near, call = (check(table.operands._replace(scale=each)) for each in (far.clone(), far))
+    for got, want in zip(outputs_of(call), outputs_of(near), strict=True):
+        assert got is want is None or torch.equal(got, want)

@@ -1,0 +1,112 @@
+"""Norms whose modulations are tables with an index for each row of x, as calls, and what they must give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from cases import BF16, EPS, FP16, FP32
+from torch import Tensor
+
+from fusednorm import reference
+from fusednorm.operands import Operands, operands_of
+from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
+
+BATCH = 3  # x is [BATCH, rows, cols]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A call of one direction. Tables are columns of one [size, 6, cols]; the first and the last row are read."""
+
+    norm: str
+    form: str  # of the forward, without "_modulated"
+    rows: int
+    cols: int
+    size: int = 4
+    dtype: torch.dtype = BF16
+    modulation: torch.dtype = FP32
+    index: torch.dtype = torch.int64
+    parameters: torch.dtype | None = None
+    has_shift: bool = True
+    backward: bool = False
+    nested: bool = False  # x is a slice of a wider tensor, with rows at two strides
+
+    def __str__(self) -> str:
+        dtypes = (self.dtype, self.modulation, self.index, self.parameters)
+        text = f"{self.norm}{self.form}-{self.rows}x{self.cols}-{self.size}" + "-nested" * self.nested
+        return text + "".join(f"-{each}".replace("torch.", "") for each in dtypes if each) + "-backward" * self.backward
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.rows + self.cols)
+
+        def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        shape = BATCH, self.rows, self.cols
+        packed = draw(self.size, 6, self.cols, dtype=self.modulation)
+        index = torch.randint(self.size, shape[:2], generator=generator, dtype=self.index)
+        index[0, 0], index[-1, -1] = self.size - 1, 0
+        x = draw(BATCH, 2, *shape[1:], dtype=self.dtype)[:, 1] if self.nested else draw(*shape, dtype=self.dtype)
+        given = {"x": x, "row_index": index, "scale": packed[:, 1]}
+        given |= {"shift": packed[:, 2]} if self.has_shift else {}
+        given |= {"gate": packed[:, 4]} if self.form == "_of_gated_sum" else {}
+        if self.parameters:
+            given |= {name: draw(self.cols, dtype=self.parameters) for name in ("weight", "bias")}
+        row = draw(*shape, dtype=FP32)
+        if not self.backward:
+            return given | ({"residual": row} if "sum" in self.form else {})
+        given |= {"branch": draw(*shape, dtype=self.dtype)} if "gate" in given else {}
+        wide = x.double()
+        mean = wide.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros_like(wide[..., :1])
+        rstd = ((wide - mean).square().mean(-1, keepdim=True) + EPS).rsqrt().float()
+        given |= {"mean": mean.float()} if self.norm == "layer" else {}
+        return given | {"rstd": rstd, "grad_out": draw(*shape, dtype=self.dtype), "residual_grad": row}
+
+    def _operands(self, given: dict[str, Tensor]) -> Operands:
+        settings = {"output_mask": [True] * 7} if self.backward else {"eps": EPS}
+        if self.form == "_of_gated_sum" and not self.backward:
+            settings["rounds_sum"] = False
+        op = f"{self.norm}_norm_bwd_modulated" if self.backward else f"{self.norm}_norm_fwd{self.form}_modulated"
+        return operands_of(f"{op}_by_index", (), given | settings | {"normalized_shape": (self.cols,)})
+
+    @property
+    def operands(self) -> Operands:
+        return self._operands(self.given)
+
+    @property
+    def call(self) -> ForwardCall | BackwardCall:
+        return (check_backward if self.backward else check_forward)(self.operands)
+
+    def check(self, outputs: tuple[Tensor | None, ...]) -> None:
+        """Fails unless each output is near that of the same op in float64, of rows that torch has gathered."""
+        index, wide = self.given["row_index"].long(), {}
+        for name, each in self.given.items():
+            gathered = each[index] if name in ("scale", "shift", "gate") else each
+            wide[name] = gathered.double() if each.is_floating_point() else torch.arange(index.numel()).view_as(index)
+            wide[name] = wide[name].flatten(0, 1) if name in ("scale", "shift", "gate") else wide[name]
+        exact = reference.formula(self._operands(wide))
+        for got, want in zip(outputs, exact, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert got.shape == want.shape and got.is_contiguous()
+                epsilon, terms = torch.finfo(got.dtype).eps, max(1, self.operands.x.numel() // got.numel())
+                near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
+                torch.testing.assert_close(got.double(), want, rtol=epsilon + 2e-6, atol=near)
+
+
+# Rows and columns that end within a tile, dtypes, tables of one row, absent operands.
+FORWARDS = (
+    Table("layer", "", 5, 77),
+    Table("rms", "", 11, 64, modulation=BF16, has_shift=False, index=torch.int32),
+    Table("rms", "_of_sum", 5, 40, dtype=FP16, modulation=FP16, parameters=FP32),
+    Table("layer", "_of_gated_sum", 7, 72, modulation=BF16, nested=True),
+    Table("layer", "_of_gated_sum", 5, 40, size=1, parameters=BF16),
+)
+BACKWARDS = (
+    Table("layer", "", 5, 77, backward=True),
+    Table("rms", "", 11, 64, modulation=BF16, has_shift=False, index=torch.int32, parameters=FP32, backward=True),
+    Table("layer", "_of_gated_sum", 7, 72, modulation=BF16, nested=True, backward=True),
+    Table("rms", "_of_gated_sum", 5, 40, dtype=FP32, parameters=BF16, backward=True),
+)
