@@ -48,6 +48,9 @@ layer_norm_fwd_modulated_plus_residual, rms_norm_fwd_modulated_plus_residual
     u * factor + residual, where modulate names the factor: the scale ("identity"), its tanh, or 1 + scale ("one_plus")
 layer_norm_bwd_modulated, rms_norm_bwd_modulated
     the gradients of all of these: x is the row that was normalized, branch what was multiplied by the gate
+layer_norm_fwd_modulated_by_index, ..., rms_norm_bwd_modulated_by_index
+    the same of scale, shift and gate that are tables, `[R, *normalized_shape]`: row_index has x's batch dims, and the
+    number of each row of x. Gradients of modulations have x's shape, a row for each of x
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.

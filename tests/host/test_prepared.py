@@ -134,7 +134,8 @@ def named(arguments: list, tensors: dict) -> list:
 
 
 def tensors_of(arguments, outputs, workspace) -> dict:
-    return dict(enumerate(arguments.tensors)) | dict(zip("abc", outputs, strict=True)) | {"workspace": workspace}
+    of_outputs = {f"output {at}": each for at, each in enumerate(outputs)}
+    return dict(enumerate(arguments.tensors)) | of_outputs | {"workspace": workspace}
 
 
 def memory_of(parts) -> torch.Tensor | None:
