@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fusednorm
 from fusednorm.host import fallback, native, prepared
-from fusednorm.operands import OPS
+from fusednorm.operands import BY_INDEX, OPS, Role
 
 from .draw import Call
 from .wide import FP32, FP64, Said, Wide, passes, to_wide
@@ -171,7 +172,14 @@ class Differences:
 
 
 def formula(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
-    """The op's formula on wide tensors."""
+    """The op's formula on wide tensors; with an index that of the op without one, on rows of tables."""
+    if "row_index" in arguments:
+        call, shape = replace(call, op=call.op.removesuffix(BY_INDEX)), arguments["x"].shape
+        index = arguments["row_index"].long()
+        tables = {slot.name for slot in OPS[call.op].arguments if slot.role is Role.MODULATION}
+        arguments = {name: each for name, each in arguments.items() if name != "row_index"}
+        tables = {name for name in tables if arguments[name] is not None}
+        arguments |= {name: arguments[name][index].reshape(shape) for name in tables}
     wide = tree_map(lambda each: to_wide(each) if isinstance(each, Tensor) else each, arguments)
     return tuple(call.formula(wide))
 
@@ -182,8 +190,8 @@ def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -
     arguments = call.arguments(device)
     tensors, differences, hosts = tensors_of(arguments), Differences(), [PYTHON]
     before = [memory(each).clone() for each in tensors]
-    freed = [torch.full_like(each, float("nan")) for each in tensors]  # fresh memory holds NaN
-    del freed
+    freed = [torch.full_like(each, float("nan")) for each in tensors if each.is_floating_point()]
+    del freed  # fresh memory holds NaN
     times.append(time.monotonic())
     got = runner(call, arguments)
     differences.of(runner(call, arguments), got, "a second call")

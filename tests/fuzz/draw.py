@@ -25,6 +25,7 @@ FAMILY = 50
 MOST_COLS = 300_000
 FEW_ELEMENTS = 2**20  # of most calls: most time goes into the others
 MOST_BLOCKS = 300  # of ordered sums: each block is some launches
+TABLE_ROWS = 5  # that an index may name
 SMS = 132  # of the GPUs that were measured: row counts near multiples of it
 DTYPES, WEIGHTS = (BF16, FP32, FP16, FP64), (4, 3, 2, 1)
 ANY_RANK: dict[str, Callable[[Tensor], Tensor]] = {  # layouts of tensors of any rank
@@ -93,8 +94,10 @@ class Call:
         return self.shape[len(self.shape) - self.normalized_ndim :]
 
     def modulation_shape(self, name: str) -> tuple[int, ...]:
-        """Some of the first batch dims, whole or 1."""
+        """Some of the first batch dims, whole or 1; or the rows of a table."""
         rng, batch = random.Random(f"{self.seed} {name}"), self.shape[: len(self.shape) - self.normalized_ndim]
+        if "row_index" in self.dtypes:
+            return (rng.randint(TABLE_ROWS, 2 * TABLE_ROWS), *self.normalized_shape)
         lead = batch[: rng.randint(0, len(batch))]
         return (*(rng.choice((size, size, 1)) for size in lead), *self.normalized_shape)
 
@@ -113,6 +116,11 @@ class Call:
                 statistics.append(slot.name)
             elif self.dtypes[slot.name] is None:
                 made[slot.name] = None
+            elif slot.role is Role.INDEX:
+                made[slot.name] = torch.randint(
+                    TABLE_ROWS, self.shape[: len(self.shape) - self.normalized_ndim], generator=generator,
+                    device=device, dtype=self.dtypes[slot.name],
+                )  # fmt: skip
             else:
                 shape = self.normalized_shape if slot.role is Role.PARAMETER else self.shape
                 if slot.role is Role.MODULATION:
@@ -226,6 +234,8 @@ def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[di
     for slot in op.arguments:
         if slot.role is Role.STATISTIC:
             layouts[slot.name] = rng.choice(("[M]", "[M, 1]", "strided"))
+        elif slot.role is Role.INDEX:
+            dtypes[slot.name] = rng.choice((torch.int32, torch.int64))
         elif slot.role.is_tensor:
             absent = slot.optional and rng.random() < 0.2
             dtypes[slot.name] = None if absent else of_x if same or slot.name == "x" else rng.choice(DTYPES)

@@ -29,7 +29,7 @@ ELEMENTS = 300
 def small_call(op: str, **changes) -> Call:
     """The first call of an op that draw.py makes, with changes."""
     numbers = range(0, 1000 * FAMILY, FAMILY)
-    return replace(next(call for call in (draw(each, 1, ELEMENTS) for each in numbers) if call.op == op), **changes)
+    return replace(next(call for call in (draw(each, 2, ELEMENTS) for each in numbers) if call.op == op), **changes)
 
 
 @pytest.mark.parametrize("op", (*OPS, *OTHERS))
