@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from cases import BF16, EPS, FP16, FP32
@@ -31,6 +31,7 @@ class Table:
     has_shift: bool = True
     backward: bool = False
     nested: bool = False  # x is a slice of a wider tensor, with rows at two strides
+    device: str = field(default="cpu", compare=False)
 
     def __str__(self) -> str:
         dtypes = (self.dtype, self.modulation, self.index, self.parameters)
@@ -39,14 +40,14 @@ class Table:
 
     @property
     def given(self) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.rows + self.cols)
+        generator = torch.Generator(self.device).manual_seed(self.rows + self.cols)
 
         def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
         shape = BATCH, self.rows, self.cols
         packed = draw(self.size, 6, self.cols, dtype=self.modulation)
-        index = torch.randint(self.size, shape[:2], generator=generator, dtype=self.index)
+        index = torch.randint(self.size, shape[:2], generator=generator, device=self.device, dtype=self.index)
         index[0, 0], index[-1, -1] = self.size - 1, 0
         x = draw(BATCH, 2, *shape[1:], dtype=self.dtype)[:, 1] if self.nested else draw(*shape, dtype=self.dtype)
         given = {"x": x, "row_index": index, "scale": packed[:, 1]}
@@ -84,8 +85,8 @@ class Table:
         index, wide = self.given["row_index"].long(), {}
         for name, each in self.given.items():
             gathered = each[index] if name in ("scale", "shift", "gate") else each
-            wide[name] = gathered.double() if each.is_floating_point() else torch.arange(index.numel()).view_as(index)
-            wide[name] = wide[name].flatten(0, 1) if name in ("scale", "shift", "gate") else wide[name]
+            wide[name] = gathered.double().flatten(0, 1) if gathered is not each else each.double()
+        wide["row_index"] = torch.arange(index.numel(), device=self.device).view_as(index)
         exact = reference.formula(self._operands(wide))
         for got, want in zip(outputs, exact, strict=True):
             assert (got is None) == (want is None)

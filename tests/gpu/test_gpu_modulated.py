@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from calls import skip_unless_memory
 from cases import BF16, EPS, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
+from tables import BACKWARDS, FORWARDS, Table
 
 import fusednorm
-from fusednorm import reference
+from fusednorm import ops, reference
 from fusednorm.host import fallback, gpus
 from fusednorm.operands import operands_of
 from fusednorm.planner.plan import Plan
@@ -237,3 +238,18 @@ def test_modulations_in_a_table_beyond_2_to_the_31_elements_are_those_of_its_cop
         near, far = (torch.ops.fusednorm.layer_norm_bwd_modulated(**given, scale=s) for s in (scale.clone(), scale))
     for name, got, want in zip(OUTPUTS, far, near, strict=True):
         assert (got is None) == (want is None) and (got is None or torch.equal(got, want)), name
+
+
+WIDTHS = [
+    Table(norm, "_of_gated_sum", 333, cols, size=9, modulation=of, backward=backward)
+    for norm, cols, of in (("layer", 1152, FP32), ("layer", 3072, BF16), ("rms", 5120, FP32), ("layer", 16384, BF16))
+    for backward in (False, True)
+]
+
+
+@pytest.mark.parametrize("table", [*FORWARDS, *BACKWARDS, *WIDTHS], ids=str)
+def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table):
+    table = replace(table, device="cuda")
+    for _ in range(2):  # the second call by the program that the first has left
+        table.check(ops.run(table.operands))
+    assert not fallback.failures()
