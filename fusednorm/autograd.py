@@ -183,8 +183,12 @@ class NormFunction(Function):
                 if each is not None:
                     grads[name] = each if grads.get(name) is None else grads[name] + each
         found = [grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)]
-        for at, name in by.tables:
-            found[at] = found[at] if found[at] is None else lookup.gradient(found[at], saved["row_index"], saved[name])
+        tables = [(at, name) for at, name in by.tables if found[at] is not None]
+        if tables:
+            of_rows, of_tables = zip(*[(found[at], saved[name]) for at, name in tables], strict=True)
+            of_tables = lookup.gradients(of_rows, saved["row_index"], of_tables)
+            for (at, _), each in zip(tables, of_tables, strict=True):
+                found[at] = each
         return *found, None, None
 
 

@@ -350,3 +350,13 @@ class ColumnTile(CompileTime):
     def groups(self) -> tl.constexpr:
         """group in the form that static_range takes."""
         return tl.constexpr(self.group)
+
+
+@dataclass(frozen=True)
+class SegmentTile(CompileTime):
+    """rows x chunk elements that num_warps warps hold at a time of a block of rows."""
+
+    rows: int
+    chunk: int
+    block: int
+    num_warps: int

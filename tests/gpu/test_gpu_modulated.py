@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from calls import skip_unless_memory
 from cases import BF16, EPS, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
+from segments import CASES, Segments
 from tables import BACKWARDS, FORWARDS, Table
 
 import fusednorm
@@ -156,7 +157,7 @@ def test_slices_are_read_in_place_and_no_memory_of_the_size_of_x_is_taken():
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["unsorted", "sorted"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("rows", [1000, 8192])  # ATen has another kernel for few rows
+@pytest.mark.parametrize("rows", [1000, 8192])
 def test_gradients_of_a_table_have_the_same_bits_in_every_run(rows, dtype, is_sorted, is_compiled):
     x = torch.randn(2, rows, 1024, device="cuda", dtype=BF16)
     table = torch.randn(7, 3, 1024, device="cuda", dtype=dtype).requires_grad_()
@@ -174,6 +175,28 @@ def test_gradients_of_a_table_have_the_same_bits_in_every_run(rows, dtype, is_so
     wide = table.detach().double().requires_grad_()
     exact = torch.autograd.grad(modulated(x.double(), wide, index), wide, dy.double())[0]
     torch.testing.assert_close(first.double(), exact, rtol=torch.finfo(dtype).eps, atol=exact.abs().max().item() * 2e-2)
+
+
+OF_TABLES = [
+    Segments(18432, 3072, 8, dtypes=(BF16, BF16, BF16), dtype=BF16),
+    Segments(18432, 1152, 1024, dtypes=(FP32, BF16)),
+    Segments(75600, 5120, 1, is_sorted=True),
+    Segments(700_000, 3073, 2, dtype=BF16),  # beyond 2^31 elements
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *OF_TABLES], ids=str)
+def test_rows_of_one_number_are_added_up_as_in_float64_and_with_the_same_bits_in_every_run(case):
+    skip_unless_memory(case.rows * case.cols // 2**25)
+    case = replace(case, device="cuda")
+    rows, index = case.grads, case.index
+    sums = [torch.ops.fusednorm.lookup_backward(rows, index, case.size, dtype=case.dtype) for _ in range(4)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums.append(torch.ops.fusednorm.lookup_backward(rows, index, case.size, dtype=case.dtype))
+    graph.replay()
+    assert all(torch.equal(*pair) for each in sums[1:] for pair in zip(each, sums[0], strict=True))
+    case.check(sums[0])
 
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layers": {"functional", "host"},
     "packed": {"autograd", "forms", "functional", "host", "namespace", "operands", "problem"},
     "functional": {"autograd", "dtypes", "forms", "host", "operands", "problem"},
-    "lookup": {"host", "namespace", "ops"},
+    "lookup": {"dtypes", "host", "namespace", "ops"},
     "autograd": {
         *("dtypes", "forms", "host", "lookup", "namespace", "operands", "ops", "problem", "reference", "settings"),
         "sharding",
@@ -72,7 +72,8 @@ MAY_IMPORT = {
 }
 AT_THE_ROOT = 15  # files at most: a listing of the package's folder fits on one screen
 # Modules that import Triton at their top. The others import it inside a function, or never.
-IMPORT_TRITON = {"columns.launch", "heads.launch", "tools.compilation", "host.launcher", "host.schedules", "host.sums"}
+IMPORT_TRITON = {"columns.launch", "heads.launch", "tools.compilation", "host.launcher", "host.schedules"}
+IMPORT_TRITON |= {"host.segments", "host.sums"}
 
 
 def modules_of(folder: Path) -> list[Path]:

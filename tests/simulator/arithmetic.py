@@ -185,3 +185,9 @@ def sources(mode: str, b, c):
 
 def shuffle(mode: str, values, b, c):
     return values[sources(mode, b, c)]
+
+
+def reduced(how: str, values):
+    """The redux instruction: each lane gets the sum, or the extremum, of all lanes."""
+    of_all = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
+    return np.full_like(values, of_all.reduce(values, dtype=values.dtype))

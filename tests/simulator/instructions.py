@@ -144,6 +144,14 @@ def _shuffle(t, operands, mode):
         t.set(out, "b32", f"shuffle({mode!r}, {', '.join(t.get(each, 'u32') for each in sources)})")
 
 
+@instruction(r"redux\.sync\.(add|min|max)\.([su]32)")
+def _reduction(t, operands, how, kind):
+    out, values, _ = operands
+    if t.mask:
+        t.put(f"w.needs_all({t.lanes}, 'redux')")
+    t.set(out, kind, f"reduced({how!r}, {t.get(values, kind)})")
+
+
 @instruction(r"bar\.warp\.sync|setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32|nanosleep\.u32")
 def _nothing(t, operands):
     """Instructions without an effect here: bar.warp.sync, because a warp's lanes are one agent (see races.py), and

@@ -63,6 +63,9 @@ def test_bfloat16_is_rounded_to_nearest_even():
         "shfl.sync.bfly.b32 %r1, %r0, 5, 31, -1;": lambda n: n ^ 5,
         "shfl.sync.down.b32 %r1, %r0, 3, 31, -1;": lambda n: n + 3 if n < 29 else n,
         "shfl.sync.idx.b32 %r1, %r0, 2, 6175, -1;": lambda n: (n & 24) | 2,  # segments of 8
+        "redux.sync.add.s32 %r1, %r0, -1;": lambda n: 496,
+        "sub.s32 %r2, %r0, 7; redux.sync.min.s32 %r1, %r2, -1;": lambda n: -7,
+        "sub.s32 %r2, %r0, 7; redux.sync.max.u32 %r1, %r2, -1;": lambda n: -1,
         "setp.eq.u32 %p1, %r0, 0; mov.b32 %r1, 0;\nLOOP:\nadd.s32 %r1, %r1, 2; setp.lt.u32 %p1, %r1, %r0;\n"
         "@%p1 bra LOOP;": lambda n: max(2, n + n % 2),  # the lanes diverge and join again
     }.items(),
