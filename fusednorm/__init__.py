@@ -59,6 +59,7 @@ from .settings.invariance import batch_invariant  # noqa: E402
 from .settings.margin import sm_margin  # noqa: E402
 from .tools.explanation import explain  # noqa: E402
 from .tools.warm import warmup  # noqa: E402
+from .tools.warm_heads import warmup_qk_norm, warmup_qk_norm_packed  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -69,7 +70,7 @@ __all__ = [
     "affine_rms_norm", "batch_invariant", "column_sum", "explain", "explain_column_sum", "explain_qk_norm",
     "explain_qk_norm_packed", "force", "functional", "layer_norm_add", "layer_norm_gated", "layer_norm_gated_packed",
     "layers", "qk_norm", "qk_norm_packed", "rms_norm_add", "rms_norm_gated", "rms_norm_gated_packed", "sm_margin",
-    "warmup",
+    "warmup", "warmup_qk_norm", "warmup_qk_norm_packed",
 ]  # fmt: skip
 
 # Imported on first use: integrations rely on private names of PyTorch, and the rest must work where these are gone.

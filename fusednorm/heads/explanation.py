@@ -13,11 +13,10 @@ from ..host.kernel_devices import runs_kernels
 from ..operands import Operands
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
-from ..problem.validation import require_strided
 from . import functional
 from .call import both_ways, calls_of, in_place
 from .plan import HeadPlan, ctas_of, plans_of
-from .problem import Packing, heads_of, packing_of, validate
+from .problem import heads_of, packing_of, validate
 
 NAMES, WAYS = ("q", "k"), ("forward", "backward")
 OF_Q = {"x": "q", "weight": "q_weight", "bias": "q_bias", "grad_out": "grad_q"}  # among operands' names
@@ -64,22 +63,11 @@ def explain_qk_norm(
 
 
 def explain_qk_norm_packed(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    *arguments: Any,
-    grouped: bool = False,
-    rotary: functional.Rotary | None = None,
-    device: DeviceSpec | None = None,
-    **named: Any,
+    qkv: Tensor, heads: int, kv_heads: int, *arguments: Any, device: DeviceSpec | None = None, **named: Any
 ) -> HeadExplanation:
     """Explain how fusednorm.qk_norm_packed with these arguments runs, as explain_qk_norm does."""
-    op, packing = "explain_qk_norm_packed", Packing(heads, kv_heads, grouped)
-    require_strided(op, "qkv", qkv)
-    packing.check(op, qkv)
-    q, k, _ = packing.split(qkv)
-    cos, sin = functional.packed_tables(op, rotary, qkv.dim() + 1, grouped)
-    operands = functional.operands(q, k, *arguments, **named)._replace(cos=cos, sin=sin)
+    op = "explain_qk_norm_packed"
+    operands, packing = functional.packed_operands(op, qkv, heads, kv_heads, *arguments, **named)
     return _explained(op, operands, device, qkv, packing)
 
 

@@ -219,6 +219,19 @@ def packed_tables(op: str, rotary: Rotary | None, ndim: int, grouped: bool) -> t
     return (cos.unsqueeze(-2), sin.unsqueeze(-2)) if grouped and cos is not None else (cos, sin)
 
 
+def packed_operands(
+    op: str, qkv: Tensor, heads: int, kv_heads: int, *arguments: Any, grouped: bool = False,
+    rotary: Rotary | None = None, **named: Any,
+) -> tuple[Operands, Packing]:  # fmt: skip
+    """The operands of qk_norm for q and k of a packed tensor, by the arguments of qk_norm_packed; `op` is who asks."""
+    packing = Packing(heads, kv_heads, grouped)
+    require_strided(op, "qkv", qkv)
+    packing.check(op, qkv)
+    q, k, _ = packing.split(qkv)
+    cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped)
+    return operands(q, k, *arguments, **named)._replace(cos=cos, sin=sin), packing
+
+
 def _with_heads(table: Tensor, ndim: int, heads_dim: int) -> Tensor:
     has = table.dim()
     return table if has >= ndim else table.unsqueeze(max(heads_dim, -has - 1))

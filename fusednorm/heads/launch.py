@@ -65,9 +65,14 @@ def _first(operands: Operands, heads: Heads) -> tuple[Outputs | None, Bound | No
         with current(x.device):
             return launcher.run(program_of(operands, tried, spec), operands.tensors, x.shape, 1)
     except BuildFailed as failed:
-        for call, plan in tried:
-            fallback.remember(plan, *head_plan.asked(call.problem, spec), str(failed))
+        give_way(tried, spec, failed)
         return None, None
+
+
+def give_way(planned: Planned, spec: DeviceSpec, failed: BuildFailed) -> None:
+    """ATen runs later calls of the plans, of which one cannot be built."""
+    for call, plan in planned:
+        fallback.remember(plan, *head_plan.asked(call.problem, spec), str(failed))
 
 
 def program_of(operands: Operands, planned: Planned, spec: DeviceSpec) -> Program:

@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import MOST_ROWS_OF_TILE, NormProblem
-from ..planner.plan import Plan, ReferencePlan, num_launches
+from ..planner.plan import Plan, ReferencePlan
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 from ..problem.outputs import settings_of
 from ..problem.validation import FLOATS
@@ -128,6 +128,9 @@ class Wanted(NamedTuple):
         return few if rows > 2 * MOST_ROWS_OF_TILE and few.problem == self.problem else self
 
 
+Launches = list[tuple[Any, Any]]  # each launch behind what makes it again in a process: a Build, or one of qk_norm's
+
+
 class Build(NamedTuple):
     """One kernel launch of a call by a plan. `index` is its position among the call's launches."""
 
@@ -202,7 +205,7 @@ def warmup(
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
     suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, **of_modulations)
     _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
-    device = _checked_device(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    device = checked_device("warmup", device)
     if device.type == "cpu":
         return 0
     of_two = norm == "rms" and not form  # gradients
@@ -220,12 +223,7 @@ def warmup(
     ]
     spec = gpus.spec_of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
-    try:
-        count = build_ahead(plans, spec, processes)
-    except Exception as error:
-        if device.type != "cuda" or fallback.cause_of(error, launched=False) is None:
-            raise
-        count = sum(num_launches(plan, each.problem) for each, plan in plans)  # _load replaces plans that failed
+    count = build_ahead(launches_of(plans, spec), spec, processes, device.type == "cuda")
     if device.type == "cuda":
         _load(plans, device, spec)
     return count
@@ -283,16 +281,18 @@ def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:
         raise TypeError("warmup: dtype must be a torch.dtype, got None")
 
 
-def _checked_device(device: torch.device) -> torch.device:
-    """The device, with the index of a GPU. "meta" is for tests: kernels are compiled, but not loaded."""
+def checked_device(asker: str, device: torch.device | str | None) -> torch.device:
+    """The device, with the index of a GPU. By default it is the current GPU if there is one, else the CPU. "meta" is
+    for tests: kernels are compiled, but not loaded."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cpu", "cuda", "meta"):
-        raise RuntimeError(f"warmup: device must be a CUDA GPU or a CPU, got {device}")
+        raise RuntimeError(f"{asker}: device must be a CUDA GPU or a CPU, got {device}")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise RuntimeError(f"warmup: device must be a GPU that is there, got {device}, where torch finds none")
+        raise RuntimeError(f"{asker}: device must be a GPU that is there, got {device}, where torch finds none")
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("warmup: must run before the capture of a CUDA graph, not during it")
+        raise RuntimeError(f"{asker}: must run before the capture of a CUDA graph, not during it")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -314,36 +314,51 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
                 yield each, plan
 
 
-def build_ahead(plans: list[tuple[Wanted, Plan]], device: DeviceSpec, processes: int | None) -> int:
-    """Build the kernels of the plans in parallel. Returns the number of kernels. If the installed Triton compiles in an
-    unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded."""
-    kernels = sum(num_launches(plan, wanted.problem) for wanted, plan in plans)
+def build_ahead(launches: Launches, device: DeviceSpec, processes: int | None, loads: bool = False) -> int:
+    """Build the kernels of launches in parallel. Returns the number of kernels. If the installed Triton compiles in an
+    unknown way, nothing is built here, and the kernels are compiled one by one when they are loaded. A caller that
+    `loads` them replaces a plan whose kernel does not compile; else this raises."""
     try:
-        builds = distinct_builds(plans, device)
+        builds = distinct(launches, device)
+        compile_builds(builds, device, processes)
     except ImportError:
-        return kernels
-    compile_builds(builds, device, processes)
+        return len(launches)
+    except Exception as error:
+        if not loads or fallback.cause_of(error, launched=False) is None:
+            raise
+        return len(launches)
     return len(builds)
 
 
-def distinct_builds(plans: list[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
+def launches_of(plans: Iterable[tuple[Wanted, Plan]], device: DeviceSpec) -> Launches:
+    return [
+        (Build(wanted, plan, index), launch)
+        for wanted, plan in plans
+        for index, launch in enumerate(program(wanted, plan, device).launches)
+    ]
+
+
+def distinct_builds(plans: Iterable[tuple[Wanted, Plan]], device: DeviceSpec) -> list[Build]:
     """One entry per kernel to be built. Calls that share a build have one entry together."""
+    return distinct(launches_of(plans, device), device)
+
+
+def distinct(launches: Launches, device: DeviceSpec) -> list:
     from . import compilation
 
-    builds: dict[str, Build] = {}
-    for wanted, plan in plans:
-        for index, launch in enumerate(program(wanted, plan, device).launches):
-            builds.setdefault(compilation.build_key(launch, device.arch), Build(wanted, plan, index))
+    builds: dict[str, Any] = {}
+    for build, launch in launches:
+        builds.setdefault(compilation.build_key(launch, device.arch), build)
     return list(builds.values())
 
 
-def compile_builds(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> None:
+def compile_builds(builds: list, device: DeviceSpec, processes: int | None = None) -> None:
     """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
     build runs in this process."""
     wait_for(start_workers(builds, device, processes))
 
 
-def start_workers(builds: list[Build], device: DeviceSpec, processes: int | None = None) -> list[subprocess.Popen]:
+def start_workers(builds: list, device: DeviceSpec, processes: int | None = None) -> list[subprocess.Popen]:
     """Processes that do so; none if there is so little to build that it is built here."""
     from . import compilation
 
@@ -364,7 +379,7 @@ def wait_for(workers: list[subprocess.Popen]) -> None:
         raise RuntimeError(f"warmup: a kernel does not compile: {last_line}")
 
 
-def _start_worker(builds: list[Build], device: DeviceSpec) -> subprocess.Popen:
+def _start_worker(builds: list, device: DeviceSpec) -> subprocess.Popen:
     """Start a process that compiles the builds. Unlike one of multiprocessing it imports nothing of the caller's
     program. It never uses Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -383,7 +398,7 @@ def _work() -> None:
     _compile(*pickle.load(sys.stdin.buffer))
 
 
-def _compile(builds: list[Build], device: DeviceSpec) -> None:
+def _compile(builds: list, device: DeviceSpec) -> None:
     from . import compilation
 
     for build in builds:

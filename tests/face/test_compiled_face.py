@@ -15,7 +15,7 @@ from fusednorm.host.kernel_devices import kernels_on
 
 COLS, HEAD = 24, 16
 EXPLAIN = "explain explain_column_sum explain_qk_norm explain_qk_norm_packed"
-NO_CALLS = f"batch_invariant {EXPLAIN} functional layers sm_margin warmup"
+NO_CALLS = f"batch_invariant {EXPLAIN} functional layers sm_margin warmup warmup_qk_norm warmup_qk_norm_packed"
 
 
 def made(*shape: int) -> Tensor:

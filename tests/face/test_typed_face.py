@@ -93,6 +93,8 @@ def test_what_runs_can_be_asked_and_told() -> None:
     assert_type(fusednorm.explain_qk_norm(x, x, device=H200, norm="layer"), HeadExplanation)
     assert_type(fusednorm.explain_qk_norm_packed(x, 2, 1, device=H200), HeadExplanation)
     assert_type(fusednorm.warmup("layer", [8, 16], torch.bfloat16, rows=4, device="cpu"), int)
+    assert_type(fusednorm.warmup_qk_norm(x, x, norm="layer"), int)
+    assert_type(fusednorm.warmup_qk_norm_packed(x, 2, 1, device="cpu"), int)
     with fusednorm.batch_invariant(), fusednorm.sm_margin(16), fusednorm.force("multi_wave"), fusednorm.force(None):
         pass
 

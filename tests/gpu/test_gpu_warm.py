@@ -49,6 +49,26 @@ def test_a_modulated_call_of_several_samples_compiles_nothing_after_its_warmup(s
     assert builds_of_kernels == [] and packed.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_of_heads_compiles_nothing_after_its_warmup(packed, builds_of_kernels):
+    def leaves(tokens: int, device: str) -> list[torch.Tensor]:
+        shapes = [(2, tokens, 8 * 40)] if packed else [(2, tokens, 4, 40), (2, tokens, 2, 40)]
+        return [torch.ones(shape, dtype=BF16, device=device, requires_grad=True) for shape in (*shapes, (40,), (40,))]
+
+    def run(separate, of_packed, tokens: int, device: str):
+        given, table = leaves(tokens, device), torch.ones(tokens, 40, device=device)
+        made = (lambda qkv, *rest, **more: of_packed(qkv, 4, 2, *rest, **more)) if packed else separate
+        return made(*given, norm="layer", rotary=(table, table)), given
+
+    assert run(fusednorm.warmup_qk_norm, fusednorm.warmup_qk_norm_packed, 3, "meta")[0] >= 3
+    builds_of_kernels.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs, given = run(fusednorm.qk_norm, fusednorm.qk_norm_packed, 70, "cuda")
+        torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
+    assert builds_of_kernels == []
+
+
 def test_warmup_is_refused_during_a_capture():
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(4, device="cuda")

@@ -65,7 +65,7 @@ MAY_IMPORT = {
         "settings",
     },
     "tools": {
-        *("__init__", "dtypes", "forms", "functional", "host", "namespace", "operands", "ops", "planner"),
+        *("__init__", "dtypes", "forms", "functional", "heads", "host", "namespace", "operands", "ops", "planner"),
         *("problem", "settings"),
     },
     "__main__": {"__init__", "tools"},

@@ -277,7 +277,7 @@ def build_with_another_triton() -> int:
     with mock.patch.object(compilation, "create_function_from_signature", lambda signature: None):
         with pytest.raises(compilation.UnknownTriton, match="another way than is known"):
             compilation.build_key(warm.program(*plans[0], H200).launches[0], 90)
-        return warm.build_ahead(plans, H200, None)
+        return warm.build_ahead(warm.launches_of(plans, H200), H200, None)
 
 
 def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothing_fails(monkeypatch, workers):
@@ -285,7 +285,7 @@ def test_with_a_triton_that_compiles_otherwise_nothing_is_built_ahead_and_nothin
     monkeypatch.setitem(sys.modules, "fusednorm.tools.compilation", None)  # makes its import fail
     monkeypatch.delattr(fusednorm.tools, "compilation", raising=False)
     plans = list(warm.plans_of([wanted(direction="forward", cols=512)], [4096], H200))
-    assert warm.build_ahead(plans, H200, None) == 1
+    assert warm.build_ahead(warm.launches_of(plans, H200), H200, None) == 1
 
 
 def test_a_kernel_that_cannot_be_built_gives_way_as_it_would_in_the_first_call(monkeypatch):
