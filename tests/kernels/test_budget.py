@@ -96,6 +96,7 @@ JOBS = [
     (100, replace(make_problem("layer", 4096), residual_dtype=torch.bfloat16)),
     (80, make_problem("layer", 16383, weight="none", direction="forward")),
     (80, make_sum("layer", 4096, finish="add")),
+    (90, make_problem("layer", 10304, direction="forward")),  # 48 columns of a thread of two CTAs, and a tail
     (90, make_sum("layer", 4096)),
     (90, make_problem("layer", 8192, "fp32", direction="forward")),  # warps exchange means, what these lack, variances
     (90, make_sum("layer", 1032, residual="fp32")),  # a tail, and the mean of a float32 row is corrected
