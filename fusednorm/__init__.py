@@ -53,7 +53,8 @@ from .modules import (  # noqa: E402
     RMSNormAdd,
     RMSNormGated,
 )
-from .packed import layer_norm_gated_packed, rms_norm_gated_packed  # noqa: E402
+from .nodes.packed import layer_norm_gated_packed, rms_norm_gated_packed  # noqa: E402
+from .nodes.sandwich import layer_norm_add_layer_norm, rms_norm_add_rms_norm  # noqa: E402
 from .settings.forcing import force  # noqa: E402
 from .settings.invariance import batch_invariant  # noqa: E402
 from .settings.margin import sm_margin  # noqa: E402
@@ -68,9 +69,9 @@ __all__ = [
     "LayerNormAdd", "LayerNormGated", "LayerNormFunction", "QKNorm", "RMSNorm", "RMSNormAdd", "RMSNormGated",
     "RMSNormFunction", "ada_layer_norm", "ada_rms_norm", "add_layer_norm", "add_rms_norm", "affine_layer_norm",
     "affine_rms_norm", "batch_invariant", "column_sum", "explain", "explain_column_sum", "explain_qk_norm",
-    "explain_qk_norm_packed", "force", "functional", "layer_norm_add", "layer_norm_gated", "layer_norm_gated_packed",
-    "layers", "qk_norm", "qk_norm_packed", "rms_norm_add", "rms_norm_gated", "rms_norm_gated_packed", "sm_margin",
-    "warmup", "warmup_qk_norm", "warmup_qk_norm_packed",
+    "explain_qk_norm_packed", "force", "functional", "layer_norm_add", "layer_norm_add_layer_norm", "layer_norm_gated",
+    "layer_norm_gated_packed", "layers", "qk_norm", "qk_norm_packed", "rms_norm_add", "rms_norm_add_rms_norm",
+    "rms_norm_gated", "rms_norm_gated_packed", "sm_margin", "warmup", "warmup_qk_norm", "warmup_qk_norm_packed",
 ]  # fmt: skip
 
 # Imported on first use: integrations rely on private names of PyTorch, and the rest must work where these are gone.

@@ -352,7 +352,7 @@ def _gated(
 ) -> Tensor:
     op, shape = gated_op(norm, norm_before_gate), normalized_shape
     if shape is None:
-        shape = _shape_of(x, weight, bias)
+        shape = shape_of(x, weight, bias)
     groups = 1 if group_size is None else groups_of(op, group_size, math.prod(shape))
     return of_form(op, x, (gate,), weight, bias, eps, shape, *more, (activation, groups))
 
@@ -377,7 +377,7 @@ OF_WIDE_SUM = {f"{norm}_norm_fwd_of_sum": f"{norm}_norm_fwd_of_wide_sum" for nor
 def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
     """What the op of a form returns without the statistics. more: the op's last settings."""
     if normalized_shape is None:
-        normalized_shape = _shape_of(x, weight, bias)
+        normalized_shape = shape_of(x, weight, bias)
     if op in OF_WIDE_SUM and isinstance(x, Tensor) and isinstance(rows[0], Tensor) and rows[0].dtype is not x.dtype:
         op = OF_WIDE_SUM[op] if rows[0].dtype.itemsize > x.dtype.itemsize else op
     given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
@@ -400,7 +400,7 @@ def require_settings(op, eps, weight_offset, rounding) -> None:
             raise TypeError(f"{op}: {name} must be a number, got {value!r}")
 
 
-def _shape_of(x, weight, bias) -> Sequence[int]:
+def shape_of(x, weight, bias) -> Sequence[int]:
     return getattr(bias if weight is None else weight, "shape", getattr(x, "shape", ())[-1:])
 
 

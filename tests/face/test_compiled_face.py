@@ -44,6 +44,8 @@ CALLS = {  # of x
     "add_layer_norm": lambda x: fusednorm.add_layer_norm(x, ROWS, WEIGHT, normalize_rounded=False),
     "add_rms_norm": lambda x: fusednorm.add_rms_norm(x, None, WEIGHT, residual_dtype=torch.float32),
     "layer_norm_add": lambda x: fusednorm.layer_norm_add(x, ROWS, gate=SAMPLE, rounding="steps"),
+    "layer_norm_add_layer_norm": lambda x: fusednorm.layer_norm_add_layer_norm(x, ROWS, WEIGHT, bias=WEIGHT),
+    "rms_norm_add_rms_norm": lambda x: fusednorm.rms_norm_add_rms_norm(x, ROWS, WEIGHT, WEIGHT, rounding="x_hat"),
     "rms_norm_add": lambda x: fusednorm.rms_norm_add(x, ROWS, WEIGHT, gate=ROWS, gate_activation="tanh"),
     "ada_layer_norm": lambda x: fusednorm.ada_layer_norm(x, TABLE, TABLE, index=INDEX, residual=ROWS),
     "ada_rms_norm": lambda x: fusednorm.ada_rms_norm(x, SAMPLE, ROWS, **OF_SUM, weight=WEIGHT, rounding="steps"),

@@ -37,6 +37,8 @@ def test_calls_of_tensors_give_tensors() -> None:
     assert_type(fusednorm.add_layer_norm(x, x, weight, bias, 1e-5), tuple[Tensor, Tensor])
     assert_type(fusednorm.layer_norm_add(x, x, weight, bias), Tensor)
     assert_type(fusednorm.rms_norm_add(x, x, weight, eps=None), Tensor)
+    assert_type(fusednorm.rms_norm_add_rms_norm(x, x, weight, weight), tuple[Tensor, Tensor])
+    assert_type(fusednorm.layer_norm_add_layer_norm(x, x, bias=bias, eps=1e-6), tuple[Tensor, Tensor])
     assert_type(fusednorm.layer_norm_gated(x, x, weight, bias, activation="sigmoid"), Tensor)
     assert_type(fusednorm.rms_norm_gated(x, x, weight, norm_before_gate=False), Tensor)
     wide, halves = torch.randn(4, 20), ((0, 8), (12, 20))

@@ -59,3 +59,18 @@ def backward(case, inputs, residual, dx_dtype):
     _, rstd = torch.ops.fusednorm.rms_norm_fwd(inputs.x, shape, inputs.weight, 1e-5)
     operands = (inputs.grad_out, inputs.x, shape, rstd, inputs.weight, None, residual)
     return torch.ops.fusednorm.rms_norm_bwd_residual(*operands, dx_dtype=dx_dtype)[:2]
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, FP32), (FP32, FP32)], ids=str)  # of x, of the residual
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_a_norm_behind_a_layer_and_the_next_one_have_their_gradients(norm, dtypes):
+    of_x, of_residual = dtypes
+    shapes = ((517, 2048), of_x), ((517, 2048), of_residual), ((2048,), of_x), ((2048,), of_x)
+    given = [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for shape, dtype in shapes]
+    wide = [each.detach().double().requires_grad_() for each in given]
+    function = getattr(fusednorm, f"{norm}_norm_add_{norm}_norm")
+    found, exact = ([*(outputs := function(*each, eps=1e-6)), *torch.autograd.grad(
+        outputs, each, [torch.ones_like(of) for of in outputs])] for each in (given, wide))  # fmt: skip
+    for ours, right in zip(found, exact, strict=True):
+        atol = 8 * torch.finfo(of_x).eps * right.abs().max().item()
+        torch.testing.assert_close(ours.double(), right, rtol=4 * torch.finfo(of_x).eps, atol=atol)

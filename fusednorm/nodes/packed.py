@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import autograd, functional
-from .forms import ROUNDINGS
-from .host import native
-from .host.torch_compat import recorder
-from .problem.validation import require_strided
+from .. import autograd, functional
+from ..forms import ROUNDINGS
+from ..host import native
+from ..host.torch_compat import recorder
+from ..problem.validation import require_strided
 
 Columns = tuple[int, int]
 

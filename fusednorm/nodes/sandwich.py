@@ -1,0 +1,104 @@
+"""A norm behind a layer and the norm before the next one, h = residual + norm(x) and y = norm(h), as in Gemma 2 to 4:
+two ops each way, where autograd would add the gradients of h by a kernel of its own."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import autograd, functional
+from ..forms import ROUNDINGS
+from ..host.torch_compat import recorder
+
+
+def layer_norm_add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """(LayerNorm of h, h) with h = residual + LayerNorm of x, which is layer_norm_add and then affine_layer_norm.
+
+    weight and bias are those of the first norm, next_weight and next_bias those of the second. The other arguments are
+    for both, and they, dtypes and errors are those of layer_norm_add. The second norm's backward adds the gradient of h
+    before it rounds, in the same pass; either gradient may be absent.
+    """
+    return _sandwich("layer", x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding)
+
+
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm of h, h) with h = residual + RMSNorm of x, as in the blocks of Gemma 2 to 4. Arguments as
+    layer_norm_add_layer_norm's; eps None is the machine epsilon of float32 (float64 for float64 x or residual)."""
+    return _sandwich("rms", x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding)
+
+
+def _sandwich(
+    norm, x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding
+) -> tuple[Tensor, Tensor]:
+    first, second = (f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine"))
+    tensors = x, residual, weight, next_weight, bias, next_bias
+    record = recorder(SandwichFunction, *tensors)
+    if record is None or any(a is b is not None for a, b in combinations(tensors, 2)):  # Dynamo takes none twice
+        last = eps, None, weight_offset, rounding
+        h = functional.of_form(first, x, (residual,), weight, bias, *last)
+        return functional.of_form(second, h, (), next_weight, next_bias, *last), h
+    functional.require_settings(first, eps, weight_offset, rounding)
+    settings = eps, float(weight_offset), ROUNDINGS[rounding], None
+    return record(norm, settings, *tensors)
+
+
+class SandwichFunction(Function):
+    """apply(norm, settings, x, residual, weight, next_weight, bias, next_bias) -> (y, h), with the ops' settings by
+    position."""
+
+    @staticmethod
+    def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
+        first, second = (f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine"))
+        shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
+        h, *statistics = autograd.outputs_of(first, (x, shape, residual, weight, bias, *settings))
+        y, *of_second = autograd.outputs_of(second, (h, of_h, next_weight, next_bias, *settings))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, h, weight, next_weight, bias, next_bias, *statistics, *of_second)
+        ctx.norm, ctx.shape, ctx.shape_of_h, ctx.weight_offset = norm, tuple(shape), tuple(of_h), settings[1]
+        ctx.infos = [autograd.info_for_backward(each, settings[0]) for each in (first, second)]
+        return y, h
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_h):
+        x, h, weight, next_weight, bias, next_bias, *statistics = ctx.saved_tensors
+        _, _, x_wants, residual_wants, *wanted = ctx.needs_input_grad
+        given = weight, next_weight, bias, next_bias
+        w_wants, next_w_wants, b_wants, next_b_wants = (
+            want and each is not None for want, each in zip(wanted, given, strict=True)
+        )
+        name, half = f"{ctx.norm}_norm_bwd_residual", len(statistics) // 2
+        first, second = ctx.infos
+        dh, dx, dw, db, next_dw, next_db = grad_h, None, None, None, None, None
+        if grad_y is not None:
+            mask = (x_wants or residual_wants or w_wants or b_wants), next_w_wants, next_b_wants
+            operands = grad_y, h, ctx.shape_of_h, *statistics[half:], next_weight, next_bias, grad_h, mask, h.dtype
+            dh, next_dw, next_db = autograd.gradients_of(second, name, (*operands, ctx.weight_offset))
+        mask = x_wants, w_wants, b_wants
+        if dh is not None and any(mask):
+            operands = dh, x, ctx.shape, *statistics[:half], weight, bias, None, mask, x.dtype
+            dx, dw, db = autograd.gradients_of(first, name, (*operands, ctx.weight_offset))
+        return None, None, dx, dh if residual_wants else None, dw, next_dw, db, next_db
