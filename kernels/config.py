@@ -192,7 +192,7 @@ class Tile(CompileTime):
     groups: int = 1  # of columns, each with CTAs of its own, whose program_id(2) says which it is
     makes_again: bool = False  # backward: the second pass makes values of the first again, and none is held for it
     columns_of_chunk: int = 0  # if fewer than `chunk`: each chunk of a row is padded, not the last one alone
-    together: ClassVar[int] = 1  # the tile's rows that are normalized as one, if more than one: the first ones
+    together: ClassVar[int] = 1  # see PartsTile
 
     @property
     def width(self) -> int:

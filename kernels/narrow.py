@@ -193,11 +193,11 @@ def write_tile(
     """y of the row tile from row `first` on. What is beyond the last row is computed as that row, and not stored: loads
     without masks have fewer instructions."""
     row = first + tl.arange(0, tile.rows)
-    held = held_rows(tile)
-    in_range = (row < count)[:, None] & held
+    are_rows = held_rows(tile)
+    in_range = (row < count)[:, None] & are_rows
     at = place(tl.minimum(row, count - 1), sizes, part, tile)
-    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), held, cols, tile)
-    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, held, tile)
+    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), are_rows, cols, tile)
+    cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, are_rows, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
     x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
@@ -356,8 +356,7 @@ def backward(
     next_row = part.cta * tile.step + tl.arange(0, tile.rows)
     row = tl.minimum(next_row, count - 1) if only_rows else next_row
     next_at = place(row, sizes, part, tile)
-    held = held_rows(tile)
-    ahead = (next_row < count)[:, None] & held
+    ahead = (next_row < count)[:, None] & held_rows(tile)
     next_x, next_dy, next_cos, next_sin = load_ahead(
         x_ptr, dy_ptr, cos_ptr, sin_ptr, next_at, ahead, x_strides, dy_strides, table_strides, part, cols, tile
     )  # fmt: skip

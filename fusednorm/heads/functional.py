@@ -49,9 +49,9 @@ def qk_norm(
     such as slices of one buffer. Fewer or more dims before these are fine. Returns contiguous tensors of their shapes.
 
     Weights and biases are `[D]`, or None. `[H * D]` or `[H, D]` normalizes all heads of a token together; q and k then
-    have a launch each, unless they have equally many heads. norm is
-    "rms" (eps None: the machine epsilon of float32, or of float64 for float64 tensors) or "layer" (eps None: 1e-5).
-    weight_offset and rounding are those of affine_rms_norm.
+    have a launch each, unless they are rotated and have equally many heads. norm is "rms" (eps None: the machine
+    epsilon of float32, or of float64 for float64 tensors) or "layer" (eps None: 1e-5). weight_offset and rounding are
+    those of affine_rms_norm.
 
     rotary is (cos, sin), which must not require grad. Their last dim has rotary_dim entries, one for each rotated
     column, or half as many, one for each pair; rotary_dim is by default its size. The other dims are those of q without

@@ -302,11 +302,10 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
 
 
 def _parts_of(sample_rows: int) -> int:
-    """How many samples a forward makes of one, so that none has more rows than a grid's second dimension has CTAs."""
-    parts = max(1, -(-sample_rows // MOST_CTAS))
-    while sample_rows % parts:
-        parts += 1
-    return parts
+    """How many samples a forward makes of one, so that none has more rows than a grid's second dimension has CTAs. As
+    many as it has rows if all smaller numbers would leave too few."""
+    least, most = max(1, -(-sample_rows // MOST_CTAS)), sample_rows // limits.least_rows_of_sample
+    return next((parts for parts in range(least, most + 1) if sample_rows % parts == 0), max(1, sample_rows))
 
 
 def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:
