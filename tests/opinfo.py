@@ -43,6 +43,7 @@ FORMS = {
     ),
     "of a head": lambda norm, x, **more: of_a_head(norm, x, **more),
     "of a head, packed": lambda norm, x, **more: of_a_head(norm, x, packed=True, **more),
+    "of all heads": lambda norm, x, **more: of_a_head(norm, x, heads=2, **more),
     "of a wider sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
         x, torch.zeros_like(x, dtype=wider(x)), **more
     )[0].to(x.dtype),
@@ -82,18 +83,22 @@ def modulated(norm: str, x: Tensor, **more):
 
 
 def of_a_head(
-    norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None, packed: bool = False
-) -> Tensor:
-    """The norm of q as qk_norm has it, where every row is the one head of a token, and k has as many."""
+    norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None, packed: bool = False,
+    heads: int = 1,
+) -> Tensor:  # fmt: skip
+    """The norm of q as qk_norm has it, where every row is the one head of a token, or each of equal heads that are
+    normalized together, with a rotation by 0; k has as many."""
     cols = math.prod(normalized_shape)
-    q = x.reshape(x.numel() // cols if cols else 0, 1, 1, cols)
-    weight, bias = (each if each is None else each.flatten() for each in (weight, bias))
+    q = x.reshape(x.numel() // cols if cols else 0, 1, 1, cols).expand(-1, -1, heads, -1)
+    weight, bias = (each if each is None else each.flatten().repeat(heads) for each in (weight, bias))
     more = {"q_bias": bias, "norm": norm.removesuffix("_norm")}
     if packed:
         y, *_ = fusednorm.qk_norm_packed(pad(q, (0, 2 * cols)).flatten(1, 2), 1, 1, weight, None, eps, **more)
     else:
+        turned = cols // 2 * 2 if heads > 1 else 0
+        more["rotary"] = (x.new_ones(1, turned), x.new_zeros(1, turned)) if turned else None
         y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, **more)
-    return y.reshape(x.shape)
+    return y[:, :, 0].reshape(x.shape).contiguous()
 
 
 def as_form(form: str, name: str) -> Callable:

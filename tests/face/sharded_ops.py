@@ -210,14 +210,14 @@ def sums_of_columns(world: World) -> None:
 
 
 def norms_of_heads(world: World) -> None:
-    """Sharded along the batch, the tokens or the heads, q and k need no collective."""
+    """Sharded along the batch, the tokens or heads of a norm each, q and k need no collective."""
     mesh, n = world.mesh(), world.size
     q, k = (draw(world, n, n, heads * n, COLS, seed=heads) for heads in (2, 1))
-    weight, bias = draw(world, COLS, seed=3), draw(world, COLS, seed=4)
-    for dim, table, of_table in (
-        *((0, (n, n), Shard(0)), (1, (n,), Shard(0)), (2, (n,), Replicate())),
-        *((1, (n, 1, 1), Replicate()), (2, (1, 1, 1), Replicate())),
-    ):
+    of_batch, of_tokens = (0, (n, n), Shard(0)), (1, (n,), Shard(0))
+    of_heads = *((2, (n,), Replicate()), (1, (n, 1, 1), Replicate()), (2, (1, 1, 1), Replicate())),
+    cases = [(1, *each) for each in (of_batch, of_tokens, *of_heads)] + [(2 * n, *of_batch), (2 * n, *of_tokens)]
+    for heads, dim, table, of_table in cases:
+        weight, bias = draw(world, heads * COLS, seed=3), draw(world, heads * COLS, seed=4)
         cos, sin = draw(world, *table, COLS, seed=5), draw(world, *table, COLS, seed=6)
         whole = [each.requires_grad_(at < 4) for at, each in enumerate((q, k, weight, bias, cos, sin))]
         places = [Shard(dim)] * 2 + [Replicate()] * 2 + [of_table] * 2
