@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.turns import let_installed_packages_precede
 from fusednorm.tools.oracle import STOCK_FACTOR
 
 # Class of the model, class of its config, number of norms in each layer and outside of them.
@@ -27,6 +28,7 @@ HEADS, VOCABULARY = 4, 128
 
 def build(name: str, hidden: int = 64, layers: int = 2) -> nn.Module:
     """A model in evaluation mode, without dropout, with random weights in its norms as well. The same on each call."""
+    let_installed_packages_precede()  # of which transformers may import Hugging Face's kernels
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     transformers.logging.set_verbosity_error()
     model_class, config_class, *_ = MODELS[name]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 import hf_models
 import pytest
 import torch
@@ -10,6 +13,7 @@ from graphs import RecordingBackend
 from op_log import OpLog
 
 import fusednorm
+from bench.turns import ROOT
 
 BY_HAND = ("Llama", "Mistral", "Qwen3", "Gemma", "Gemma2", "Gemma3", "T5")
 models = pytest.mark.parametrize("name", hf_models.MODELS)
@@ -97,3 +101,11 @@ def test_checkpoints_go_both_ways(tmp_path):
     patched.load_state_dict(stock.state_dict())
     ids = hf_models.tokens()
     torch.testing.assert_close(patched(input_ids=ids).logits, loaded(input_ids=ids).logits)
+
+
+def test_the_folder_of_our_kernels_hides_no_installed_package(tmp_path, monkeypatch):
+    (tmp_path / "kernels.py").write_text("")
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(tmp_path), *sys.path])
+    hf_models.build("GPT2")
+    assert find_spec("kernels").origin == str(tmp_path / "kernels.py")
