@@ -70,7 +70,8 @@ def calls_of(name: str) -> list[Call]:
     that may round steps also with this."""
     op = OPS[name]
     given: dict[str, Any] = {slot.name: op.default(slot) for slot in op.arguments}
-    tensors = [slot.name for slot in op.arguments if slot.role.is_tensor]
+    tensors = [slot for slot in op.arguments if slot.role.is_tensor]
+    dtypes = {slot.name: torch.int32 if slot.role is Role.INDEX else torch.bfloat16 for slot in tensors}
     layouts = {slot.name: "[M]" if slot.role is Role.STATISTIC else "contiguous" for slot in op.arguments}
 
     def places(cols: int) -> dict[str, int]:
@@ -82,8 +83,8 @@ def calls_of(name: str) -> list[Call]:
     rounds = [{}, {"rounds_steps": True}][: 1 + (op.slot("rounds_steps") is not None)]
     return [
         Call(
-            op=name, shape=shape, normalized_ndim=1, dtypes=dict.fromkeys(tensors, torch.bfloat16),
-            values=dict.fromkeys(tensors, "normal"), layouts=layouts,
+            op=name, shape=shape, normalized_ndim=1, dtypes=dtypes, values=dict.fromkeys(dtypes, "normal"),
+            layouts=layouts,
             given=given | steps | {"eps": 1e-5, "output_mask": mask} | (places(shape[1]) if "width" in given else {}),
             variant=variant, margin=0, mode="plain", seed=0,
         )
@@ -136,7 +137,7 @@ def launches_of(name: str, call: Call | OtherCall, spec: DeviceSpec) -> list:
         operands = operands_of(name, (), call.arguments("cpu"))
         return [*head_launch.program_of(operands, plans_of(head_call.calls_of(operands), spec), spec).launches]
     with mock.patch.object(draw, "fill", without_memory):
-        operands, found = operands_of(name, (), call.arguments("cpu")), []
+        operands, found = operands_of(name, (), moved(call.arguments("cpu"), "meta")), []
     for setting in settings():
         with setting, fusednorm.force(call.variant):
             checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
@@ -190,8 +191,8 @@ def kernel_name(launch: Any) -> str:
     return f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
 
 
-def on_gpu(value: Any) -> Any:
-    return tree_map(lambda each: each.cuda() if isinstance(each, torch.Tensor) else each, value)
+def moved(value: Any, device: str) -> Any:
+    return tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value)
 
 
 def work(name: str, numbers: Sequence[int]) -> None:
@@ -207,12 +208,12 @@ def work(name: str, numbers: Sequence[int]) -> None:
         call = all_calls(name)[number]
         print(f"call {number} of {name}", flush=True)
         if isinstance(call, (Call, OtherCall)):
-            arguments = on_gpu(call.arguments("cpu"))  # no kernel of ATen's is looked at
+            arguments = moved(call.arguments("cpu"), "cuda")  # no kernel of ATen's is looked at
             for setting in settings():
                 with setting:
                     run(call, arguments)
         else:
-            fusednorm.column_sum(on_gpu(call[0]), total=call[1])
+            fusednorm.column_sum(moved(call[0], "cuda"), total=call[1])
         torch.cuda.synchronize()
     print(*(f"{KERNEL}{kernel}" for kernel in sorted({kernel_name(each) for each in launcher._kept})), sep="\n")
     for failed in fallback.failures():
