@@ -180,7 +180,9 @@ def formula(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
         arguments = {name: each for name, each in arguments.items() if name != "row_index"}
         tables = {name for name in tables if arguments[name] is not None}
         arguments |= {name: arguments[name][index].reshape(shape) for name in tables}
-    wide = tree_map(lambda each: to_wide(each) if isinstance(each, Tensor) else each, arguments)
+    wide = tree_map(
+        lambda each: to_wide(each) if isinstance(each, Tensor) and each.is_floating_point() else each, arguments
+    )
     return tuple(call.formula(wide))
 
 

@@ -18,7 +18,8 @@ from fusednorm.forms import CHOICES
 from fusednorm.operands import OPS, Op, Role, op_outputs, operands_of
 from fusednorm.planner.plan import VARIANTS
 
-from . import others
+from . import lookups, others
+from .lookups import LookupCall
 from .others import OtherCall
 
 FAMILY = 50
@@ -177,11 +178,13 @@ def fill(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
     return x.clamp(-info.max, info.max).to(dtype) if kind != "inf" else x.to(dtype)
 
 
-def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
+def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall | LookupCall:
     """The call of this number."""
     of_family = random.Random(f"{seed} {number // FAMILY}")
     each = random.Random(f"{seed} {number}")
-    name = of_family.choice((*OPS, *others.OTHERS))
+    name = of_family.choice((*OPS, *others.OTHERS, lookups.LOOKUP))
+    if name == lookups.LOOKUP:
+        return lookups.draw(of_family, each, most_elements)
     if name in others.OTHERS:
         return others.draw(name, of_family, each, most_elements)
     op = OPS[name]

@@ -17,6 +17,7 @@ from fusednorm.operands import OPS
 from .__main__ import Progress
 from .check import Finding, check, run
 from .draw import FAMILY, Call, draw
+from .lookups import LOOKUP
 from .others import OTHERS
 from .traits import traits
 from .wide import passes, to_wide
@@ -32,7 +33,7 @@ def small_call(op: str, **changes) -> Call:
     return replace(next(call for call in (draw(each, 2, ELEMENTS) for each in numbers) if call.op == op), **changes)
 
 
-@pytest.mark.parametrize("op", (*OPS, *OTHERS))
+@pytest.mark.parametrize("op", (*OPS, *OTHERS, LOOKUP))
 def test_calls_of_every_op_are_within_their_bounds(op):
     with kernels_on("cpu"):
         findings = check(small_call(op, variant=None), "cpu").findings
