@@ -32,7 +32,7 @@ def in_turn(cases: Sequence[Case], jobs_of: Callable[[Case], Iterable[tuple]]) -
     _compile_alone()
     cpus, context = len(os.sched_getaffinity(0)), multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max(1, cpus - 2), context, initializer=_compile_alone)
-    begun: Callable[[tuple], Future] = functools.cache(lambda job: pool.submit(*job))
+    begun: Callable[[tuple], Future] = functools.cache(lambda job: pool.submit(_run, *job))
     try:
         waiting = [(case, [begun(job) for job in jobs_of(case)]) for case in cases]
         for case, futures in waiting:
@@ -50,6 +50,12 @@ def _compile_alone() -> None:
     inductor_config.compile_threads = 1
 
 
+def _run(job: Callable, *arguments) -> None:
+    """A job, whose tensors are gone at its end: what the process kept of their memory, no case could have."""
+    job(*arguments)
+    torch.cuda.empty_cache()
+
+
 def compile_call(run: Callable[[], Sequence[Tensor]], leaves: list[Tensor], gradients: bool, part: int = 0) -> None:
     """Compiles a candidate as it is called: alone, or with its gradients. Both have graphs of their own."""
     torch.compiler.reset()  # a process compiles many cases by one function
@@ -57,7 +63,6 @@ def compile_call(run: Callable[[], Sequence[Tensor]], leaves: list[Tensor], grad
         outputs = run()
         if gradients:
             torch.autograd.grad(outputs, leaves, [torch.ones_like(each) for each in outputs])
-    torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

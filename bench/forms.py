@@ -55,7 +55,7 @@ FORM_NAMES = [*(suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS), SA
 SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
-PIECE = 2**28  # most elements of x that are computed in float64 at once
+PIECE = 2**28  # most elements of x for which the form is written out at once
 FACTOR = 1.5  # of the error of the form written out
 NAMES = ("ours", "plain", "inductor", "eager", "liger", "quack", "fla")
 Outputs = tuple[Tensor, ...]
@@ -331,8 +331,14 @@ def calls_of(run: Callable[[], Outputs], leaves: list[Tensor], grads: Outputs) -
 
 
 def errors_of(outputs: Outputs, exact: Outputs) -> list[float]:
-    pairs = zip(outputs, exact, strict=True)
-    return [float((got.double() - want).norm() / want.norm()) for got, want in pairs]
+    def norm(parts: Iterator[Tensor]) -> Tensor:
+        return torch.stack([each.norm() for each in parts]).norm()
+
+    found = []
+    for got, want in zip(outputs, exact, strict=True):
+        parts = [each.flatten().split(PIECE) for each in (got, want)]
+        found.append(float(norm(g.double() - w for g, w in zip(*parts, strict=True)) / norm(iter(parts[1]))))
+    return found
 
 
 def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor], grads: Outputs) -> Outputs:
@@ -342,8 +348,9 @@ def all_of(run: Callable[[dict[str, Tensor]], Outputs], given: dict[str, Tensor]
     return (*(each.detach() for each in outputs), *found)
 
 
-def exact_of(case: FormCase, given: dict[str, Tensor], grads: Outputs) -> Outputs:
-    """Outputs and gradients in float64, of the rows in pieces. The gradients of what pieces share are added."""
+def written_in_pieces(case: FormCase, given: dict[str, Tensor], grads: Outputs, wide: bool) -> Outputs:
+    """Outputs and gradients of the form written out, in float64 if `wide`, of the rows in pieces. The gradients of what
+    pieces share are added in float64."""
     x = next(iter(given.values()))
     pieces, dim = -(-x.numel() // PIECE), 0 if case.streamed else x.dim() - 2
     like = [*grads, *(each.detach() for each in given.values())]
@@ -351,11 +358,12 @@ def exact_of(case: FormCase, given: dict[str, Tensor], grads: Outputs) -> Output
     found = []
     for at in range(pieces):
         of_it = [t.tensor_split(pieces, dim)[at] if rows else t for t, rows in zip(like, has_rows, strict=True)]
-        wide = dict(zip(given, of_it[len(grads) :], strict=True))
-        wide |= {name: t.double().requires_grad_() for name, t in wide.items() if t.is_floating_point()}
-        found.append(all_of(lambda each: written(case, each), wide, tuple(of_it[: len(grads)])))
+        piece = dict(zip(given, of_it[len(grads) :], strict=True))
+        floats = {name: t.double() if wide else t.detach() for name, t in piece.items() if t.is_floating_point()}
+        piece |= {name: t.requires_grad_() for name, t in floats.items()}
+        found.append(all_of(lambda each: written(case, each), piece, tuple(of_it[: len(grads)])))
     joined = zip(zip(*found, strict=True), has_rows, strict=False)  # the last may be an index
-    return tuple(torch.cat(parts, dim) if rows else sum(parts) for parts, rows in joined)
+    return tuple(torch.cat(parts, dim) if rows else sum(each.double() for each in parts) for parts, rows in joined)
 
 
 def compile_jobs(case: FormCase, names: Collection[str]) -> Iterator[tuple]:
@@ -375,11 +383,12 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
     """Records of the candidates; a candidate that fails has its reason and no time."""
     torch.compiler.reset()
     given = case.inputs()
-    outputs = tuple(each.detach() for each in written(case, given))
+    with torch.no_grad():
+        outputs = written(case, given)
     generator = torch.Generator("cuda").manual_seed(1)
     grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
-    exact = exact_of(case, given, grads)
-    least = errors_of(all_of(lambda each: written(case, each), given, grads), exact)
+    exact = written_in_pieces(case, given, grads, wide=True)
+    least = errors_of(written_in_pieces(case, given, grads, wide=False), exact)
     timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in ways}
     failed, excess = {}, {}
     for name, call in candidates(case, names).items():

@@ -30,7 +30,7 @@ def test_ours_is_what_is_written_out(norm, form, table, rounding):
     given = of.inputs("cpu")
     generator = torch.Generator().manual_seed(0)
     grads = tuple(torch.randn(each.shape, generator=generator) for each in forms.written(of, given))
-    exact = forms.exact_of(of, given, grads)
+    exact = forms.written_in_pieces(of, given, grads, wide=True)
     ours, least = (
         forms.errors_of(forms.all_of(lambda each, run=run: run(of, each), given, grads), exact)
         for run in (forms.ours, forms.written)
@@ -54,10 +54,10 @@ def test_float64_in_pieces_is_the_same(form, samples, table, monkeypatch):
     of = replace(case("layer", form), samples=samples, table=table)
     given = of.inputs("cpu")
     grads = tuple(torch.randn(each.shape) for each in forms.written(of, given))
-    whole = forms.exact_of(of, given, grads)
+    whole = forms.written_in_pieces(of, given, grads, wide=True)
     monkeypatch.setattr(forms, "PIECE", 100)
     assert all(each.dtype == torch.float64 for each in whole)
-    torch.testing.assert_close(forms.exact_of(of, given, grads), whole)
+    torch.testing.assert_close(forms.written_in_pieces(of, given, grads, wide=True), whole)
 
 
 @pytest.mark.parametrize("form", ["of_gated", "times_gate"])
