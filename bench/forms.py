@@ -389,12 +389,15 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
     grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
     exact = written_in_pieces(case, given, grads, wide=True)
     least = errors_of(written_in_pieces(case, given, grads, wide=False), exact)
+    of_inputs = [f"d{name}" for name, each in given.items() if each.requires_grad]
+    whose = [*("y", "rest" if case.packed else "h")[: len(outputs)], *of_inputs]
     timed: dict[str, dict[str, Callable[[], object]]] = {way: {} for way in ways}
     failed, excess = {}, {}
     for name, call in candidates(case, names).items():
         try:
             errors = errors_of(all_of(lambda each, call=call: call(case, each), given, grads), exact)
-            excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
+            over = (e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
+            excess[name] = max(zip(over, whose, strict=True))
             calls = calls_of(lambda call=call: call(case, given), leaves_of(given), grads)
         except Exception as error:  # of a peer: the others go on
             if name == "ours":
@@ -408,7 +411,8 @@ def measure(case: FormCase, rounds: int, ways: list[str], names: Collection[str]
     for way in ways:
         times = time_interleaved({FLOOR: floor[way], **timed[way]}, rounds)
         for name, each in times.items():
-            of = {"direction": way, "candidate": name, "error_over_written": round(excess.get(name, 0.0), 3)}
+            error, output = excess.get(name, (0.0, ""))
+            of = {"direction": way, "candidate": name, "error_over_written": round(error, 3), "error_of": output}
             yield case.fields | of | time_fields(each) | {"times_floor": round(each.median / times[FLOOR].median, 4)}
         for name, reason in failed.items():
             yield case.fields | {"direction": way, "candidate": name, "median_us": None, "reason": reason}
