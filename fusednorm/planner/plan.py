@@ -193,7 +193,9 @@ class Grid:
     first_wave: int  # of these, the first of each SM
     rows_of_cta: int  # least rows of a CTA that leaves partials; 0 if their number does not matter
     tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
-    tiles_of_sum: int  # most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number
+    # Most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number. Twice as many where CTAs
+    # of two turns would do, of which the last may run one on an SM.
+    tiles_of_sum: int
     least_short_lived: int  # with fewer short-lived CTAs, of a sample, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
     sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
@@ -213,7 +215,8 @@ class Grid:
         if self.rows_of_cta:
             limit = max(first_wave, min(limit, rows // self.rows_of_cta // first_wave * first_wave))
         if self.tiles_of_sum:
-            limit *= max(1, min(-(-tiles // (limit * self.tiles_of_sum)), MOST_CTAS // limit))
+            turns = -(-tiles // (limit * self.tiles_of_sum))
+            limit *= max(1, min(turns, MOST_CTAS // limit)) if turns > 2 else 1
         return min(tiles, limit)
 
     def partials(self, rows: int) -> int:

@@ -59,8 +59,8 @@ struct Grid {
     }
     if (rows_of_cta) limit = std::max(first_wave, std::min(limit, rows / rows_of_cta / first_wave * first_wave));
     if (tiles_of_sum) {
-      int64_t waves = std::min(ceil_div(tiles, limit * tiles_of_sum), MOST_CTAS / limit);
-      limit *= std::max<int64_t>(1, waves);
+      int64_t turns = ceil_div(tiles, limit * tiles_of_sum);
+      if (turns > 2) limit *= std::max<int64_t>(1, std::min(turns, MOST_CTAS / limit));
     }
     return std::min(tiles, limit);
   }
