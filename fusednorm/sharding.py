@@ -39,10 +39,10 @@ def register_where_needed() -> None:
 
 def register() -> None:
     """Register the rules with torch.distributed.tensor, once per process and op."""
-    if len(_registered) == len(OPS) + 1 + len(HEAD_NORMS):
+    if len(_registered) == len(OPS) + 2 + len(HEAD_NORMS):
         return
-    rules = (_add_norm, tuple(OPS)), (_add_column_sum, ("column_sum",)), (_add_head_norm, HEAD_NORMS)
-    for add, ops in rules:
+    of_norms = (_add_norm, tuple(OPS)), (_add_head_norm, HEAD_NORMS)
+    for add, ops in *of_norms, (_add_column_sum, ("column_sum",)), (_add_lookup, ("lookup_backward",)):
         new = [name for name in ops if name not in _registered]
         _registered.update(new)
         try:
@@ -159,6 +159,20 @@ def _add_column_sum(op: torch._ops.OpOverload) -> None:
         return inputs[0], outputs, [[output] * outputs + [input] * len(inputs) for output, input in pairs]
 
     _add_of_lists(op, rules, 1)
+
+
+def _add_lookup(op: torch._ops.OpOverload) -> None:
+    """Register the gradients of tables, which are sums, too. Rows are sharded as their numbers are."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def rules(schema):
+        *grads, index = schema.args_strategy
+        count, dims, whole = len(grads), len(index.shape), Replicate()
+        found = [(whole, whole, whole), (Partial("sum"), Partial("sum"), whole), (Shard(1), Shard(dims), whole)]
+        found += [(Partial("sum"), Shard(dim), Shard(dim)) for dim in range(dims)]
+        return index, count, [[sums] * count + [rows] * count + [numbers] for sums, rows, numbers in found]
+
+    _add_of_lists(op, rules, 2)
 
 
 def _add_head_norm(op: torch._ops.OpOverload) -> None:

@@ -209,6 +209,30 @@ def sums_of_columns(world: World) -> None:
         torch.testing.assert_close(each.full_tensor(), world.size * input.sum((0, 1)), rtol=1e-9, atol=1e-9)
 
 
+def norms_with_tables(world: World) -> None:
+    """Sharded along a batch dim, x and its numbers need no collective, and gradients of tables are partial sums."""
+    mesh, n = world.mesh(), world.size
+    x, dy = draw(world, n, 2 * n, COLS, seed=1), draw(world, n, 2 * n, COLS, seed=2)
+    table, index = draw(world, 3, 2, COLS, seed=3), torch.arange(2 * n * n).view(n, 2 * n) % 3
+
+    def gradients(x, table, index, dy):
+        x, table = x.requires_grad_(), table.requires_grad_()
+        scale, shift = table.unbind(1)
+        y = fusednorm.ada_layer_norm(x, scale, shift, index=index)
+        return torch.autograd.grad(y, (x, table), dy)
+
+    want = gradients(x.clone(), table.clone(), index, dy)
+    for dim in (0, 1):
+        pairs = (x, Shard(dim)), (table, Replicate()), (index, Shard(dim)), (dy, Shard(dim))
+        given = [distribute_tensor(each, mesh, [place]) for each, place in pairs]
+        with Log() as log:
+            got = gradients(*given)
+        assert log.ops.count("fusednorm.lookup_backward.default") == 1 and not log.collectives()
+        assert list(got[0].placements) == [Shard(dim)] and list(got[1].placements) == [Partial("sum")]
+        for each, wanted in zip(got, want, strict=True):
+            torch.testing.assert_close(each.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
+
+
 def norms_of_heads(world: World) -> None:
     """Sharded along the batch, the tokens or heads of a norm each, q and k need no collective."""
     mesh, n = world.mesh(), world.size
