@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         for cell, plans in left.items()
         for text in plans.values()
     }
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
         for _ in progress(pool.imap_unordered(sweep.compile_plan, jobs), "compiled", "bench"):
             pass
     for cell, plans in progress(list(left.items()), "timed", "bench"):

@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         left = [case for case, each in fields if not texts <= known.get(tuple(each[name] for name in CELL), set())]
         wanted |= {task: left} if left else {}
     jobs, last = [(task, device) for task in wanted], start + 60 * options.minutes
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 1) - 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
         built = pool.imap(compile_all, jobs)
         with tqdm(total=sum(map(len, wanted.values())), desc="timed", unit="cell") as progress:
             for _ in jobs:

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine() | {"run": options.run}
     path = results_path(options.out, machine, "plans")
     wrong = 0
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         for case in plain_cases(options):
             record = machine | sweep(case, options, pool)
             save([record], path)
