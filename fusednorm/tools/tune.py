@@ -38,7 +38,7 @@ from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, text_of
 from . import console
-from .warm import Wanted, distinct_builds, program, start_workers, wait_for
+from .warm import Wanted, program, start_process
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
 ROWS_PER_SM = tuple(2**exponent for exponent in range(14))
@@ -49,7 +49,6 @@ MOST_CANDIDATES = 16  # that are timed of a problem: the first, in the order of 
 ROUNDS, WARMUP_CALLS = 7, 3
 SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven replays of one allocation find differences of 3% between plans of 6 us
 FLUSH_BYTES = 256 << 20  # above any L2 so far
-BATCH = 24  # problems that are compiled at once
 STEPS = 4  # row counts that are looked at from one that was measured to the next
 
 
@@ -154,41 +153,32 @@ def measure(
         for rows in row_counts(task, device)
         if (task, rows) not in known or not {*map(text_of, plans)} <= known[task, rows].tried
     ]
-    left = list(dict.fromkeys(task for task, _ in cells))
-    batches = [{task: wanted[task] for task in left[at : at + BATCH]} for at in range(0, len(left), BATCH)]
-    ahead, built = _built(batches, device), set[Task]()
+    ahead, built = _built({task: wanted[task] for task, _ in cells}, device), None
     for task, rows in console.progress(cells, "timed", "bench"):
         if ends():
             return
-        while task not in built:
-            built.update(next(ahead))
+        if task != built:
+            built = next(ahead)
         own = choice.choose(task.wanted.problem, rows, device)
         plans = dict.fromkeys((own, *wanted[task]))
         times = time_plans(task, rows, plans, device)
         yield Cell(task, rows, times, text_of(own), tuple(text for text in map(text_of, plans) if text not in times))
 
 
-def _built(batches: list[dict[Task, tuple[Plan, ...]]], device: DeviceSpec) -> Iterator[Iterable[Task]]:
-    """The batches, each once its kernels are built. While it is timed, processes build those of the next one, and leave
-    cores to this process. A kernel that does not compile is told by the plans that are timed."""
-    processes = max(1, (os.cpu_count() or 1) - 2)
-
-    def begin(batch: dict[Task, tuple[Plan, ...]]) -> list[subprocess.Popen]:
-        plans = [(task.wanted, plan) for task, plans in batch.items() for plan in plans]
-        with contextlib.suppress(ImportError, RuntimeError):
-            return start_workers(distinct_builds(plans, device), device, processes)
-        return []
-
-    workers = begin(batches[0] if batches else {})
+def _built(wanted: dict[Task, tuple[Plan, ...]], device: DeviceSpec) -> Iterator[Task]:
+    """The tasks, each once its kernels are built. Processes take turns at them, go on while cells are timed, and leave
+    cores to this process. If one dies, kernels are built where they are timed."""
+    count = min(max(1, len(os.sched_getaffinity(0)) - 2), len(wanted))
+    jobs = [(task.wanted, plans) for task, plans in wanted.items()]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    processes = [start_process("compile_in_order", jobs[at::count], device, **streams) for at in range(count)]
     try:
-        for batch, following in itertools.zip_longest(batches, batches[1:], fillvalue={}):
-            with contextlib.suppress(RuntimeError):
-                wait_for(workers)
-            workers = begin(following)
-            yield batch
+        for task, process in zip(wanted, itertools.cycle(processes)):
+            process.stdout.readline()
+            yield task
     finally:
-        for worker in workers:
-            worker.kill()
+        for process in processes:
+            process.kill()
 
 
 def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:

@@ -6,10 +6,12 @@ this process runs each kernel once on a few rows, which loads it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,10 +48,11 @@ PACKAGE = __package__.removesuffix(".tools")
 WORKER = """
 import sys
 from importlib import import_module, util
-spec = util.spec_from_file_location(*sys.argv[1:])
-sys.modules[spec.name] = package = util.module_from_spec(spec)
+_, name, file, *work = sys.argv
+spec = util.spec_from_file_location(name, file)
+sys.modules[name] = package = util.module_from_spec(spec)
 spec.loader.exec_module(package)
-import_module(f"{spec.name}.tools.warm")._work()
+import_module(f"{name}.tools.warm").work(*work)
 """
 
 
@@ -367,7 +370,8 @@ def start_workers(builds: list, device: DeviceSpec, processes: int | None = None
     if count <= 1 or len(builds) <= SERIAL_BUILDS:
         _compile(builds, device)
         return []
-    return [_start_worker(builds[start::count], device) for start in range(count)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return [start_process("_compile", builds[start::count], device, **streams) for start in range(count)]
 
 
 def wait_for(workers: list[subprocess.Popen]) -> None:
@@ -379,23 +383,21 @@ def wait_for(workers: list[subprocess.Popen]) -> None:
         raise RuntimeError(f"warmup: a kernel does not compile: {last_line}")
 
 
-def _start_worker(builds: list, device: DeviceSpec) -> subprocess.Popen:
-    """Start a process that compiles the builds. Unlike one of multiprocessing it imports nothing of the caller's
-    program. It never uses Triton's interpreter."""
+def start_process(function: str, *arguments: object, **streams: int) -> subprocess.Popen:
+    """Start a process that calls a function of this file. Unlike one of multiprocessing it imports nothing of the
+    caller's program. It never uses Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-c", WORKER, PACKAGE, sys.modules[PACKAGE].__file__]
-    worker = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-    )
-    worker.stdin.write(pickle.dumps((builds, device)))
-    worker.stdin.close()
-    worker.stdin = None  # otherwise communicate() would flush the closed pipe
-    return worker
+    command = [sys.executable, "-c", WORKER, PACKAGE, sys.modules[PACKAGE].__file__, function]
+    with tempfile.TemporaryFile() as file:  # a pipe takes no more than 64 KiB before the process reads
+        pickle.dump(arguments, file)
+        file.seek(0)
+        return subprocess.Popen(command, stdin=file, env=environment, **streams)
 
 
-def _work() -> None:
-    _compile(*pickle.load(sys.stdin.buffer))
+def work(function: str) -> None:
+    """In such a process."""
+    globals()[function](*pickle.load(sys.stdin.buffer))
 
 
 def _compile(builds: list, device: DeviceSpec) -> None:
@@ -403,6 +405,19 @@ def _compile(builds: list, device: DeviceSpec) -> None:
 
     for build in builds:
         compilation.compile_for(build.launch(device), device.arch)
+
+
+def compile_in_order(tasks: list[tuple[Wanted, tuple[Plan, ...]]], device: DeviceSpec) -> None:
+    """Writes a line for each task as soon as the kernels of its plans are built. One that does not compile is told by
+    who needs it."""
+    from . import compilation
+
+    for wanted, plans in tasks:
+        for plan in plans:
+            with contextlib.suppress(Exception):
+                for launch in program(wanted, plan, device).launches:
+                    compilation.compile_for(launch, device.arch)
+        print(flush=True)
 
 
 def _load(plans: list[tuple[Wanted, Plan]], device: torch.device, spec: DeviceSpec) -> None:

@@ -103,7 +103,8 @@ def test_layers_are_stateless_and_compute_their_norm(norm):
 def test_worker_of_warmup_imports_the_package_from_its_file_and_under_its_name(repository, copy, monkeypatch):
     """A build from the Hub is on no import path. A worker that imports by name would find another package, or none."""
     assert copy.tools.warm.PACKAGE == NAME and warm.PACKAGE == "fusednorm"
-    monkeypatch.setattr(sys, "argv", ["-c", "_in_a_worker", str(repository / "build" / "torch-cuda" / "__init__.py")])
+    file = str(repository / "build" / "torch-cuda" / "__init__.py")
+    monkeypatch.setattr(sys, "argv", ["-c", "_in_a_worker", file, "_compile"])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(([], 90)))))
     exec(warm.WORKER, {})
     assert sys.modules["_in_a_worker"].tools.warm.PACKAGE == "_in_a_worker"

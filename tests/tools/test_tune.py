@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import math
 
@@ -14,7 +16,7 @@ from fusednorm.planner import table
 from fusednorm.planner.device import H200
 from fusednorm.planner.model import Coefficients, predict_us
 from fusednorm.planner.plan import text_of
-from fusednorm.tools import tune
+from fusednorm.tools import tune, warm
 
 TASK = tune.Task("rms", "forward", 4096, "bf16")
 PLANS = tune.plans_of(TASK.wanted.problem, H200)
@@ -120,7 +122,7 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tune.gpus, "spec_of", lambda device: H200)
-    monkeypatch.setattr(tune, "start_workers", lambda *_: [])
+    monkeypatch.setattr(tune, "start_process", lambda *_, **streams: Builder([], []))
     monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {text_of(plan): 1.0 for plan in plans})
     options = argparse.Namespace(cols=[1024], dtype=["bf16"], minutes=1, out=None)
     assert tune.run(options, lambda: next(seconds)) == 0
@@ -132,32 +134,48 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
 
 
-def test_kernels_are_built_while_cells_before_them_are_timed_and_no_longer_when_the_time_ends(monkeypatch):
-    """Each batch is named by its first task, and a worker by what it builds."""
+class Builder:
+    """A process that builds; it says which task it has built when that is asked for."""
+
+    def __init__(self, jobs: list, said: list[str]):
+        self.built, self.said, self.stdout = iter(jobs), said, self
+
+    def readline(self) -> bytes:
+        self.said += [f"wait {wanted.cols}" for wanted, _ in itertools.islice(self.built, 1)]
+        return b"\n"
+
+    def kill(self) -> None:
+        self.said.append("kill")
+
+
+def test_a_cell_is_timed_once_the_process_of_its_task_has_built_it_and_none_builds_when_the_time_ends(monkeypatch):
     said: list[str] = []
-
-    class Worker(str):
-        def kill(self):
-            said.append(f"kill {self}")
-
-    def start(builds, device, processes):
-        said.append(f"start {builds}")
-        return [Worker(builds)]
-
-    tasks = [TASK._replace(cols=cols) for cols in (512, 1024, 2048)]
-    monkeypatch.setattr(tune, "BATCH", 1)
-    monkeypatch.setattr(tune, "distinct_builds", lambda plans, device: plans[0][0].cols if plans else "nothing")
-    monkeypatch.setattr(tune, "start_workers", start)
-    monkeypatch.setattr(tune, "wait_for", lambda workers: said.append(f"wait {workers[0]}"))
+    monkeypatch.setattr(tune.os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(tune, "start_process", lambda function, jobs, *_, **streams: Builder(jobs, said))
     monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: said.append(f"time {task.cols}") or {})
+    tasks = [TASK._replace(cols=cols) for cols in (512, 1024, 2048)]
     cells = list(tune.measure(tasks, {}, H200, lambda: "time 1024" in said))
-    assert list(dict.fromkeys(said)) == [
-        "start 512", "wait 512", "start 1024", "time 512", "wait 1024", "start 2048", "time 1024", "kill 2048"
-    ]  # fmt: skip
+    assert list(dict.fromkeys(said)) == ["wait 512", "time 512", "wait 1024", "time 1024", "kill"]
     known = {(cell.task, cell.rows): cell for cell in cells}
     assert {cell.task.cols for cell in cells[: len(COUNTS)]} == {512} and cells[0].refused
     left = [cell for cell in tune.measure(tasks[:1], known, H200, lambda: False)]
     assert left == [], "plans that were refused are not tried again"
+
+
+def test_a_process_says_each_task_that_it_has_built_and_goes_on_after_a_kernel_that_does_not_compile(monkeypatch):
+    built = []
+
+    def compile_for(launch, arch):
+        built.append(launch.kernel.__name__)
+        if len(built) == 1:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr("fusednorm.tools.compilation.compile_for", compile_for)
+    jobs = [(task.wanted, tune.plans_of(task.wanted.problem, H200)[:2]) for task in (TASK, TASK._replace(cols=1024))]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        warm.compile_in_order(jobs, H200)
+    assert out.getvalue() == "\n\n" and len(built) > 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the tool would run")
