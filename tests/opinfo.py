@@ -86,19 +86,20 @@ def of_a_head(
     norm: str, x: Tensor, normalized_shape, weight=None, bias=None, eps: float | None = None, packed: bool = False,
     heads: int = 1,
 ) -> Tensor:  # fmt: skip
-    """The norm of q as qk_norm has it, where every row is the one head of a token, or each of equal heads that are
-    normalized together, with a rotation by 0; k has as many."""
+    """The norm of q as qk_norm has it, where every row is the one head of a token, or its heads that are normalized
+    together, with a rotation by 0 if they have a pair of columns; k has as many."""
     cols = math.prod(normalized_shape)
-    q = x.reshape(x.numel() // cols if cols else 0, 1, 1, cols).expand(-1, -1, heads, -1)
-    weight, bias = (each if each is None else each.flatten().repeat(heads) for each in (weight, bias))
+    heads = heads if cols % heads == 0 and (weight is not None or bias is not None) else 1
+    q = x.reshape(x.numel() // cols if cols else 0, 1, heads, cols // heads)
+    weight, bias = (each if each is None else each.flatten() for each in (weight, bias))
     more = {"q_bias": bias, "norm": norm.removesuffix("_norm")}
     if packed:
         y, *_ = fusednorm.qk_norm_packed(pad(q, (0, 2 * cols)).flatten(1, 2), 1, 1, weight, None, eps, **more)
     else:
-        turned = cols // 2 * 2 if heads > 1 else 0
+        turned = cols // heads // 2 * 2 if heads > 1 else 0
         more["rotary"] = (x.new_ones(1, turned), x.new_zeros(1, turned)) if turned else None
         y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, **more)
-    return y[:, :, 0].reshape(x.shape).contiguous()
+    return y.reshape(x.shape)
 
 
 def as_form(form: str, name: str) -> Callable:
