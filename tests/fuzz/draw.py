@@ -194,7 +194,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall | Looku
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
     setting = of_family.choice(SETTINGS)
-    if any(slot.role is Role.MODULATION for slot in op.arguments):
+    if any(slot.role is Role.MODULATION for slot in op.arguments) and not op.slot("row_index"):
         setting = setting and -1  # blocks of ordered sums must hold whole samples
     most_rows = elements_of(each, most_elements) // max(1, math.prod(normalized))
     if setting and setting > 0:
