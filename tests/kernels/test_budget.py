@@ -178,6 +178,12 @@ def test_more_to_hold_never_needs_fewer_registers(norm, rows, chunk, num_chunks)
     assert budget.registers(plan, replace(problem, wants_dw=False, wants_db=False), H200) <= need
 
 
+def test_eight_rows_of_a_layer_norm_that_end_within_a_chunk_have_no_plan_that_triton_3_6_spills():
+    plan = PipelinedPlan(8, 128, 5, 2, 4, 2, 255, True, copy_chunks=4, tail=True)
+    assert not budget.is_within_budget(plan, make_problem("layer", 592), H200)
+    assert budget.is_within_budget(plan, make_problem("rms", 592), H200)
+
+
 def test_unaligned_rows_need_more_registers():
     plan = MultiWavePlan(1, 1024, 4, 8, 2, 128)
     assert budget.registers(plan, make_problem(cols=4095), A100) > budget.registers(plan, make_problem(cols=4096), A100)
