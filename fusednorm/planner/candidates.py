@@ -91,8 +91,8 @@ def of_frames(kind: str, problem: NormProblem, device: DeviceSpec, good: bool = 
 def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
     """The plans of a kind's frames, before a row is cut. A short row has no cluster unless its frame has no other."""
     known = problem.quantities, {"kind": kind}
-    groups = (each["frames"] for each in limits.read("frames") if limits.value_of(each["for"], *known))
-    frames = (Frame(**frame) for group in groups for frame in group)
+    groups = (each for each in limits.read("frames") if limits.value_of(each["for"], *known))
+    frames = (Frame(**frame) for group in groups for frame in group["frames"])
     clusters = cluster_sizes(problem, device) if RINGS.get(kind) is PipelinedPlan else (1,)
     for frame, cluster in itertools.product(frames, clusters):
         wide = problem.cols > limits.least_columns_of_cluster or frame.least_cluster > 1
@@ -106,17 +106,14 @@ def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan
                 known = frame._asdict() | {"kind": kind, "rows": rows, "cluster": cluster, "columns": columns}
                 of_ring = limits.stages_of_ring, limits.weight_in_smem
                 stages, in_smem = (limits.value_of(each, problem.quantities, known) for each in of_ring)
-                added = RINGS[kind] is PipelinedPlan
-                yield RINGS[kind](
-                    **shape, num_stages=stages, weight_in_smem=in_smem, cluster=cluster, added_in_ring=added
-                )
+                shape |= {"num_stages": stages, "weight_in_smem": in_smem, "cluster": cluster}
+                yield RINGS[kind](**shape, added_in_ring=RINGS[kind] is PipelinedPlan)
             else:
                 yield MultiWavePlan(**shape)
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:
-    """How many rows a tile may have, so that a thread has as many elements as the frame says. A cluster's tile has one
-    row or two."""
+    """How many rows a tile may have, for as many elements of a thread as the frame says. A cluster's has one or two."""
     threads, cols = 32 * frame.num_warps * cluster, max(problem.cols, limits.min_chunk)
     least = frame.least / 2 if problem.cols <= limits.narrow and not problem.is_forward else frame.least
     most_rows = min(2, frame.most_rows) if cluster > 1 else frame.most_rows
@@ -138,8 +135,7 @@ def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True)
     cuts = _copied_cuts(problem, plan.threads_per_row) if plan.by_threads else cuts
     limit = budget.register_limit(32 * warps * plan.ctas_per_sm, device)
     in_ring = len(problem.rows_in) > 0 and (plan.num_stages > 1 or plan.by_threads)  # or else no tile is ahead
-    has_added = plan.added_in_ring and problem.residual_dtype is not None and plan.num_stages > 1
-    ways = (True, False) if has_added else (False,)
+    ways = (True, False) if plan.added_in_ring and problem.residual_dtype and plan.num_stages > 1 else (False,)
     kept = {"max_registers": limit, "rows_in_ring": in_ring}
     plans = (replace(plan, **each, **kept, added_in_ring=way) for each in cuts for way in ways)
     plans = (plan for plan in plans if plan.by_threads or plan.num_copies <= limits.most_copies)
@@ -264,8 +260,7 @@ def are_better_in_registers(problem: NormProblem, device: DeviceSpec) -> bool:
 
 
 def cluster_sizes(problem: NormProblem, device: DeviceSpec) -> tuple[int, ...]:
-    """Cluster sizes that can start while other kernels hold sm_margin SMs. All CTAs of a cluster start together, in one
-    group of SMs (GPC)."""
+    """Those that can start while other kernels hold sm_margin SMs: a cluster starts as one, in one group of SMs."""
     most = limits.value_of(limits.largest_cluster, problem.quantities, vars(device))
     return tuple(size for size in CLUSTERS if size <= most)
 

@@ -17,8 +17,7 @@ MOST_ROWS_OF_TILE = 64
 
 @dataclass(frozen=True)
 class NormProblem:
-    """Everything about a call that a plan may depend on, and nothing else (the row count is no part of it). The dtype
-    of an absent tensor is None."""
+    """All that a plan may depend on of a call: not the number of rows. The dtype of an absent tensor is None."""
 
     norm: str  # "layer" or "rms"
     direction: str  # "forward" or "backward"
@@ -114,8 +113,7 @@ class NormProblem:
     @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        pairs = zip(self.names_in, self.rows_in, strict=False)
-        streamed = [of for name, of in pairs if name not in self.tables] if self.tables else self.rows_in
+        streamed = [of for at, of in enumerate(self.rows_in) if not (self.tables and self.names_in[at] in self.tables)]
         read = self.x_dtype, self.grad_dtype, self.residual_dtype, *streamed
         written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
         return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)

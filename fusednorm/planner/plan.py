@@ -98,8 +98,7 @@ class RingPlan(Plan):
         return math.gcd(cols, self.chunk, limits.max_box_side)
 
     def is_whole(self, cols: int) -> bool:
-        """True if the chunks, over all CTAs of a cluster, are exactly a row, so that all threads have equally many
-        columns. Otherwise those after the row's end are zeros."""
+        """Whether the chunks of all CTAs are exactly a row. Otherwise the columns after the row's end are zeros."""
         return cols == self.cluster * self.num_chunks * self.chunk
 
     @property
@@ -161,13 +160,11 @@ VARIANTS = ("multi_wave", "async_copy", "pipelined", "warp_specialized", "refere
 
 
 def text_of(plan: Plan) -> str:
-    """A plan in short: its type, and the values of its fields in their order. What most rings lack, at the end, is left
-    out."""
-    values = [int(value) for value in vars(plan).values()]
-    least = len(values) - SELDOM * isinstance(plan, PipelinedPlan)
-    while len(values) > least and not values[-1]:
-        values.pop()
-    return f"{type(plan).__name__.removesuffix('Plan')}({','.join(map(str, values))})"
+    """A plan in short: its type and the values of its fields, but for zeros at the end, of what most rings lack."""
+    values = ",".join(str(int(value)) for value in vars(plan).values())
+    for _ in range(SELDOM * isinstance(plan, PipelinedPlan)):
+        values = values.removesuffix(",0")
+    return f"{type(plan).__name__.removesuffix('Plan')}({values})"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,17 +182,14 @@ def from_text(text: str) -> Plan:
 
 @dataclass(frozen=True)
 class Grid:
-    """The rule by which a plan's number of CTAs, or clusters, along the rows follows from the number of rows.
-    csrc/program.h has the same."""
+    """How a plan's number of CTAs, or clusters, along the rows follows from that of rows, as in csrc/program.h."""
 
     rows_per_tile: int
     at_once: int  # CTAs along the rows that run at the same time
     first_wave: int  # of these, the first of each SM
     rows_of_cta: int  # least rows of a CTA that leaves partials; 0 if their number does not matter
     tiles_of_cta: int  # least row tiles of a short-lived CTA; 0 if CTAs are not short-lived
-    # Most row tiles of a CTA, if its sums are wanted in float32; 0 if it may have any number. Twice as many where CTAs
-    # of two turns would do, of which the last may run one on an SM.
-    tiles_of_sum: int
+    tiles_of_sum: int  # most row tiles of a CTA with sums in float32, unless two turns of CTAs would do; 0: any
     least_short_lived: int  # with fewer short-lived CTAs, of a sample, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
     sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample

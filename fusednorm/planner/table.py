@@ -135,8 +135,7 @@ def user_file(gpu: str) -> Path:
 
 @functools.cache
 def of_user(gpu: str) -> Table | str | None:
-    """The user's table of a GPU, without lines that another release wrote, or why its file cannot be used; None if
-    there is none."""
+    """The user's table of a GPU, without lines of another release, or why its file cannot be used; None: no file."""
     path = user_file(gpu)
     table = read(path, _is_known) if path.exists() else None
     return f"{path} was measured on {table.gpu}" if isinstance(table, Table) and table.gpu != gpu else table
@@ -154,15 +153,11 @@ def _is_known(line: str) -> bool:
 def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterator[Table]:
     """The tables of a GPU, the first the one that decides: the user's, and that of its name, or else another of its
     capability. One that knows the problem's parameters comes before one that does not."""
-
-    def order(each: Table) -> tuple[bool, bool]:
-        unknown = problem is not None and not each.knows_parameters(problem)
-        return unknown, device.name not in each.gpu and each.gpu not in device.name
-
     if isinstance(own := of_user(device.name), Table):
         yield own
-    alike = (each for each in shipped() if each.arch == device.arch)
-    yield from sorted(alike, key=order)[:1]
+    alike = [each for each in shipped() if each.arch == device.arch]
+    alike.sort(key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
+    yield from sorted(alike, key=lambda each: problem is not None and not each.knows_parameters(problem))[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:
