@@ -242,6 +242,11 @@ class PartsTile(Tile):
         """The chunks with such columns, in the form that static_range takes."""
         return tl.constexpr(-(-self.turned // self.width))
 
+    @property
+    def table_chunks(self) -> tl.constexpr:
+        """Chunks of cos, and of sin, in narrow_async.py, in the form that static_range takes."""
+        return tl.constexpr(0 if not self.turned else 1 if self.per_pair else self.num_chunks)
+
     def is_beside(self, chunk: int) -> bool:
         """Whether not all columns of a chunk are turned."""
         return self.turned < chunk * self.width + self.chunk

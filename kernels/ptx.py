@@ -70,6 +70,65 @@ def widen_pairs(x):
     return tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
 
 
+# --- The slots of narrow_async.py: 16 bytes of shared memory, of which each thread has some, far apart ---
+
+
+@triton.constexpr_function
+def open_slots_ptx(count, num_warps):
+    return f"""{{
+        .shared .align 128 .b8 slots[{512 * num_warps * count}];
+        .reg .b32 first, thread;
+        mov.u32 first, slots;
+        mov.u32 thread, %tid.x;
+        mad.lo.u32 $0, thread, 16, first;
+    }}"""
+
+
+@gluon.jit
+def open_slots(count: gl.constexpr, num_warps: gl.constexpr):
+    """The address of the first of a thread's `count` slots. The next one lies slot_step(num_warps) behind it."""
+    ptx: gl.constexpr = open_slots_ptx(count, num_warps)
+    return tl.inline_asm_elementwise(ptx, "=r,r", [gl.to_tensor(0)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def slot_step(num_warps):
+    return 512 * num_warps
+
+
+@gluon.jit
+def fill_slot(slot, source, size, reused: gl.constexpr):
+    """Start the copy of `size` bytes from `source`, 16 or none, to a slot, the rest of which becomes zeros. All come
+    once for each thread. What is `reused` stays in L1."""
+    level: gl.constexpr = "ca" if reused else "cg"
+    ptx: gl.constexpr = "cp.async." + level + ".shared.global [$1], [$2], 16, $3; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(ptx, "=r,r,l,r", [slot, source, size], tl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_copies(but: gl.constexpr):
+    """End the group of copies that this thread has started, and wait for all of its groups but the last ones."""
+    ptx: gl.constexpr = f"cp.async.commit_group; cp.async.wait_group {but}; mov.b32 $0, $1;"
+    tl.inline_asm_elementwise(ptx, "=r,r", [gl.program_id(0)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.constexpr_function
+def read_slot_ptx(dtype):
+    low, high = "shl.b32 ${}, p{}, 16;", "and.b32 ${}, p{}, 0xffff0000;"
+    if dtype == tl.float16:
+        low, high = "mov.b32 {{h, g}}, p{1}; cvt.f32.f16 ${0}, h;", "cvt.f32.f16 ${0}, g;"
+    gives = "".join(low.format(2 * i, i) + high.format(2 * i + 1, i) for i in range(4))
+    return f"{{ .reg .b32 p<4>; .reg .b16 h, g; ld.shared.v4.b32 {{p0, p1, p2, p3}}, [$8]; {gives} }}"
+
+
+@gluon.jit
+def read_slot(slot, dtype: gl.constexpr):
+    """The eight elements of this dtype in a slot, in float32. `slot` comes eight times."""
+    ptx: gl.constexpr = read_slot_ptx(dtype)
+    constraints: gl.constexpr = "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r"
+    return tl.inline_asm_elementwise(ptx, constraints, [slot], tl.float32, is_pure=False, pack=8)
+
+
 # --- The exchange of cluster.py, which says why it is safe ---
 
 MAX_SUMS = 2  # shares of each row that a CTA sends in one exchange, at most

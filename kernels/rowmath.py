@@ -127,6 +127,14 @@ def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
 
 
 @triton.jit
+def gradient_beside_centered(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
+    """`input_gradient` from x - mean in place of x (RMSNorm: x)."""
+    if norm.layer:
+        g -= mean_g
+    return tl.fma(x, -(rstd * mean_gx), g) * rstd
+
+
+@triton.jit
 def gradient_beside_scaled(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
     """`input_gradient` from rstd * g in place of g, x - mean in place of x (RMSNorm: x), and row means of rstd * g
     times that and of rstd * g."""

@@ -36,6 +36,7 @@ class HeadCase:
     whole: bool = False  # a weight for all heads
     weight_offset: float = 0.0
     table_dims: str = "S"  # or "BS", or "BSH1": as they are passed
+    table_dtype: torch.dtype = FP32  # of what is not float64
     packed: bool = False  # what is compiled takes q and k from one tensor with v, and copies v's gradient
 
     def tensors(self, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
@@ -66,7 +67,7 @@ class HeadCase:
             dims = (self.batch, 1, self.tokens) if self.heads_first else (self.batch, self.tokens, 1)
         width = self.rotary // 2 if self.half_table else self.rotary
         angles = torch.randn(*dims, width, generator=torch.Generator().manual_seed(1), dtype=FP64)
-        dtype = FP64 if self.dtype is FP64 else FP32
+        dtype = FP64 if self.dtype is FP64 else self.table_dtype
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     @property
@@ -234,7 +235,11 @@ OF_MODELS = [
     HeadCase(cols=512, heads=8, kv_heads=1, tokens=64, dtype=BF16, weight_dtype=FP32, rotary=64, interleaved=True),
     HeadCase(cols=80, heads=32, kv_heads=32, tokens=64, dtype=BF16, rotary=32, half_table=True, packed=True),
     HeadCase(cols=64, heads=4, kv_heads=4, tokens=64, dtype=FP64, rotary=64),
-]
+    HeadCase(cols=128, heads=32, kv_heads=8, tokens=64, dtype=BF16, rotary=128, table_dtype=BF16, norm="layer",
+             packed=True),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=FP16, rotary=256, table_dtype=FP16, norm="layer"),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=256, table_dtype=BF16, interleaved=True),
+]  # fmt: skip
 WHOLE_OF_MODELS = [  # OLMo 2 of 1, 7, 13 and 32 billion parameters, Wan 2.1 of 1.3 and 14
     *(HeadCase(cols=128, heads=q, kv_heads=k, tokens=64, dtype=BF16, rotary=128, table_dims="BS", whole=True)
       for q, k in ((16, 16), (32, 32), (40, 40), (40, 8))),

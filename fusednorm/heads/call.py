@@ -44,6 +44,7 @@ class HeadProblem:
     table_dtypes: tuple[torch.dtype, ...] = ()
     levels: int = 1  # nested strides at which rows lie
     copies: bool = False  # of a backward: the rows of one more tensor are copied
+    at_vectors: bool = False  # of a backward: what it reads of a row begins at 16 bytes, and has 16 bits an element
     wants_dx: bool = False
     wants_dw: bool = False
     wants_db: bool = False
@@ -154,10 +155,18 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         tuple(each.dtype for each in tables),
         levels,
         bool(copy),
+        backward and _are_at_vectors([*tables, *[each for side in sides for each in (side.x, side.grad)]], places),
         *[wanted is not None for wanted in (first.out, first.dweight, first.dbias) if backward],
     )
     by_level = tuple(with_levels(each, levels) for each in places)
     return HeadCall(problem, heads, sides, rows, by_level, copy, copy_place)
+
+
+def _are_at_vectors(read: Sequence[Tensor], places: Sequence[Rows]) -> bool:
+    """Whether the rows of these symbols, which lie at these places, are of 16 bits an element and begin at 16 bytes."""
+    steps = [step for place in places for of_tensor in place.strides for step in of_tensor]
+    at_multiples = not any(step % (ALIGNMENT // 2) for step in steps)
+    return at_multiples and all(each.itemsize == 2 and each.address.aligned for each in read)
 
 
 def _place(x: Tensor, *others: Tensor | None, table: Tensor | None) -> Rows | None:

@@ -18,7 +18,7 @@ from ..host.key import Extent
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, Output, Part, Program, Workspace
 from ..host.sums import partials_tile
-from ..kernels import finalizer, narrow
+from ..kernels import finalizer, narrow, narrow_async
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
 from ..operands import Operands, Outputs
@@ -131,7 +131,9 @@ def launches_of(
         copied = copy, _odd([call.copy[0].numel() // cols]), sizes_of([call.copy_place]), *both
         constants["copy_tile"] = _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))
     args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, eps
-    launches = [Launch(narrow.backward, grid, args, norm, tile, options, constants)]
+    interpreted = not isinstance(narrow.backward, triton.JITFunction)  # without PTX
+    kernel = narrow.backward if interpreted or plan.kernel == "narrow" else narrow_async.backward
+    launches = [Launch(kernel, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
         last = partials_tile(problem.columns, acc_dtype.itemsize, dependent and 0 in of_it)

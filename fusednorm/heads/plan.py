@@ -23,7 +23,6 @@ class HeadPlan:
     `chunk`."""
 
     variant: ClassVar[str] = "multi_wave"
-    kernel: ClassVar[str] = "narrow"
     rows_per_tile: int
     chunk: int
     width: int
@@ -31,6 +30,7 @@ class HeadPlan:
     num_warps: int
     ctas_per_sm: int  # at max_registers per thread
     max_registers: int
+    kernel: str = "narrow"  # or "narrow_async"
 
     def __str__(self) -> str:
         tile = f"{self.rows_per_tile} rows of {self.num_chunks} x {self.width} columns"
@@ -78,15 +78,25 @@ def shaped(
         rows = power_of_two(problem.together)
     else:
         rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    copies = num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads and _copies(problem)
     if ctas_per_sm is None:
-        registers = min(MAX_REGISTERS, _registers(problem, max(1, rows * chunk * num_chunks // threads)))
+        registers = min(MAX_REGISTERS, _registers(problem, max(1, rows * chunk * num_chunks // threads), copies))
         ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
         ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
-    limit = register_limit(threads * ctas_per_sm, device)
-    return HeadPlan(rows, chunk, width, num_chunks, num_warps, ctas_per_sm, limit)
+    limit, kernel = register_limit(threads * ctas_per_sm, device), "narrow_async" if copies else "narrow"
+    return HeadPlan(rows, chunk, width, num_chunks, num_warps, ctas_per_sm, limit, kernel)
 
 
-def _registers(problem: HeadProblem, elements: int) -> float:
+def _copies(problem: HeadProblem) -> bool:
+    """Whether the kernel is that of narrow_async.py, if a thread has 16 bytes of a chunk. RMSNorm's that is not rotated
+    loads its next tile early enough without it."""
+    settings, turned = problem.settings, problem.turned
+    as_a_whole = turned == problem.cols and settings.norm_first and not (settings.interleaved and problem.per_pair)
+    pays = problem.cols >= limits.head_copied_columns and (settings.layer or turned > 0)
+    return pays and problem.at_vectors and problem.wants_dx and problem.together == 1 and (as_a_whole or not turned)
+
+
+def _registers(problem: HeadProblem, elements: int, copies: bool = False) -> float:
     """What a thread needs that has so many elements of a tile."""
     itemsize, wide, of = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4, limits.head_registers
     pairs, fixed = problem.turned > 0 and problem.settings.interleaved, of[problem.direction]
@@ -96,7 +106,7 @@ def _registers(problem: HeadProblem, elements: int) -> float:
         loaded = itemsize + tables + max(parameters, default=0)  # a bias is needed once the weight no longer is
         return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
     fixed += of["together"] * (problem.together > 1)
-    turn = pairs or (problem.turned > 0 and not problem.settings.norm_first)
+    turn = not copies and (pairs or (problem.turned > 0 and not problem.settings.norm_first))
     of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)
     of_element += 2 * sum(each.itemsize == 8 for each in problem.table_dtypes)  # of the next tile; narrower ones fit
     return fixed + elements * of_element  # x, dy and the next tile of both; sums

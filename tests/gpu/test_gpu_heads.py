@@ -23,6 +23,10 @@ SIZES = [
     HeadCase(cols=256, heads=16, kv_heads=2, tokens=513, rotary=64, weight_offset=1.0, heads_first=True),
     HeadCase(cols=512, heads=4, kv_heads=4, tokens=100, norm="layer", rotary=512, norm_first=False),
     HeadCase(cols=96, heads=5, kv_heads=3, tokens=1, rotary=32, half_table=True),
+    HeadCase(cols=128, heads=16, kv_heads=2, tokens=3001, rotary=128, table_dtype=BF16, norm="layer"),
+    HeadCase(cols=128, heads=5, kv_heads=3, tokens=70, rotary=128, table_dtype=FP16, half_table=True, heads_first=True),
+    HeadCase(cols=256, heads=7, kv_heads=1, tokens=999, rotary=256, table_dtype=BF16, interleaved=True, norm="layer"),
+    HeadCase(cols=512, heads=3, kv_heads=1, tokens=999, norm="layer"),
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 from compiling import InParallel
 from head_norms import (
     BF16,
+    FP16,
     FP32,
     OF_MODELS,
     WHOLE_OF_MODELS,
@@ -79,6 +80,35 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
     given = case.tensors("meta")
     text = str(fusednorm.explain_qk_norm(**given, rotary=case.tables("meta"), device=device))
     assert f"forward of q and k: ATen, {reason}" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "narrow_async"),
+        ({"interleaved": True, "dtype": FP16}, "narrow_async"),
+        ({"norm": "layer", "rotary": 0}, "narrow_async"),
+        ({"rotary": 0}, "narrow"),
+        ({"rotary": 64}, "narrow"),
+        ({"cols": 64, "rotary": 64}, "narrow"),
+        ({"cols": 96, "rotary": 96}, "narrow"),
+        ({"norm_first": False}, "narrow"),
+        ({"dtype": FP32}, "narrow"),
+        ({"table_dtype": FP32}, "narrow"),
+    ],
+)
+def test_backwards_copy_to_shared_memory_what_has_16_bits_and_whole_rows(change, kernel):
+    case = replace(HeadCase(cols=128, rotary=128, dtype=BF16, table_dtype=BF16), **change)
+    forward, backward = (choose(call.problem, H200).kernel for call in calls_of(case))
+    assert (forward, backward) == ("narrow", kernel)
+
+
+def test_rows_that_do_not_begin_at_16_bytes_are_not_copied_to_shared_memory():
+    kernels = []
+    for width in (132, 136):
+        q = torch.empty(2, 5, 4, width, dtype=BF16, device="meta")[..., :128]
+        kernels.append(fusednorm.explain_qk_norm(q, q, norm="layer", device=H200).launches[1].plan.kernel)
+    assert kernels == ["narrow", "narrow_async"]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 12, 16, 32, 40, 64])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import head_norms
 import pytest
 import torch
-from head_norms import BF16, FP32, HeadCase, assert_errs_no_more_than_plain_code
+from head_norms import BF16, FP16, FP32, HeadCase, assert_errs_no_more_than_plain_code
 from simulator.host import simulated
 
 import fusednorm
@@ -29,6 +29,47 @@ def test_compiled_kernels_give_the_numbers_of_float64_autograd(case, device, mon
         assert_errs_no_more_than_plain_code(case, given, case.run(given))
     names = [each.name for each in simulation.launched]
     assert names[:2] == ["forward", "backward"] and set(names[2:]) == {"finalize_several"}
+
+
+OF_16_BITS = [
+    HeadCase(cols=128, rotary=128, tokens=45, dtype=BF16, table_dtype=BF16, table_dims="BS"),
+    HeadCase(cols=128, rotary=128, tokens=9, heads=5, norm="layer", dtype=FP16, table_dtype=BF16, heads_first=True),
+    HeadCase(cols=128, rotary=128, tokens=9, norm="layer", dtype=BF16, table_dtype=FP16, half_table=True),
+    HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, interleaved=True, weight_dtype=FP32),
+    HeadCase(cols=256, tokens=7, norm="layer", dtype=FP16, weight_dtype=FP32, weight_offset=1.0),
+    HeadCase(cols=512, tokens=3, norm="layer", dtype=BF16, weights=False),
+]
+
+
+@pytest.mark.parametrize("device", ["H200", "A100"])
+@pytest.mark.parametrize("case", OF_16_BITS, ids=str)
+def test_backwards_with_asynchronous_copies_give_the_numbers_of_float64_autograd(case, device, monkeypatch):
+    head_norms.without_formulas(monkeypatch)
+    given = case.tensors()
+    with simulated(device, 1) as simulation:
+        assert_errs_no_more_than_plain_code(case, given, case.run(given))
+    assert all(each.kernel.shared_bytes for each in simulation.launched if each.name == "backward"), "slots"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_such_a_backward_of_a_packed_tensor_gives_the_bits_of_its_slices(grouped, tokens, monkeypatch):
+    head_norms.without_formulas(monkeypatch)
+    case = HeadCase(cols=128, norm="layer", rotary=128, dtype=BF16, table_dtype=BF16, tokens=tokens)
+    parameters = {name: each for name, each in case.tensors().items() if len(name) > 1}
+    packed = torch.randn(2, tokens, 8 * 128, dtype=BF16, requires_grad=True)
+    packing, tables = Packing(4, 2, grouped), case.tables()
+    with simulated("H200", 1) as simulation:
+        got = fusednorm.qk_norm_packed(packed, 4, 2, rotary=tables, grouped=grouped, **parameters, **case.settings)
+        grads = [torch.randn_like(each) for each in got]
+        found = torch.autograd.grad(got, [packed, *parameters.values()], grads)
+        q, k, v = (each.detach().requires_grad_() for each in packing.split(packed))
+        of_groups = tuple(each.unsqueeze(-2) for each in tables) if grouped else tables
+        made = case.run({"q": q, "k": k} | parameters, rotary=of_groups)
+        shaped = [each.view(x.shape) for each, x in zip(grads, (q, k, v), strict=True)]
+        dq, dk, *sums = torch.autograd.grad(made, [q, k, *parameters.values()], shaped[:2])
+    assert torch.equal(found[0], packing.join(dq, dk, shaped[2])) and all(map(torch.equal, found[1:], sums))
+    assert all(each.kernel.shared_bytes for each in simulation.launched if each.name == "backward"), "slots"
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -1,0 +1,228 @@
+"""The backward of narrow.py for elements of 16 bits, with asynchronous copies.
+
+A thread copies what it will read of the next tile to slots of its own in shared memory, so that no registers wait for
+memory, and no thread for another. The copies of a tile start before the tile in front of it is computed. x has slots
+for two tiles: `ptx.await_copies` between the copies and the reads of x keeps the compiler from moving the copies behind
+what is computed from it. dy, cos and sin have slots for one: a thread has read them before it starts the next copies.
+
+g is not scaled by rstd, so that one phase of shuffles adds up what the variance and the gradient need.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from . import ptx
+from .loads import load_parameter, number
+from .narrow import part_of_grid, pick, place, wide
+from .rowmath import gradient_beside_centered, inverse_std, quotient, widen
+
+VECTOR = gl.constexpr(8)  # elements of a slot
+
+
+@gluon.constexpr_function
+def layout_of(tile, adjacent):
+    """The layout of a chunk, [rows, chunk], if a thread has so many adjacent columns of it: VECTOR, or 1 for what it
+    has once for these."""
+    lanes = min(32, tile.chunk // VECTOR.value)
+    return gl.BlockedLayout([1, adjacent], [32 // lanes, lanes], [tile.num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def rows_layout(tile, adjacent):
+    return gl.SliceLayout(1, layout_of(tile, adjacent))
+
+
+@gluon.jit
+def columns(c: gl.constexpr, tile: gl.constexpr):
+    """The columns [1, tile.chunk] of chunk c."""
+    layout: gl.constexpr = layout_of(tile, VECTOR.value)
+    return gl.expand_dims(c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def starts(indices, strides, part, tile: gl.constexpr):
+    """Element offsets [tile.rows, 1] of the starts of rows."""
+    start = wide(indices[0]) * wide(pick(strides, part, 0, tile))
+    for level in gl.static_range(1, tile.levels):
+        start += wide(indices[level]) * wide(pick(strides, part, level, tile))
+    return gl.expand_dims(start, 1)
+
+
+@gluon.jit
+def fill(slots, nth: gl.constexpr, ptr, start, size, chunks: gl.constexpr, reused: gl.constexpr, tile: gl.constexpr):
+    """Start the copies of the first chunks of rows, of `size` bytes a thread, to the slots from the nth on."""
+    once: gl.constexpr = layout_of(tile, 1)
+    segment = gl.expand_dims(gl.arange(0, tile.chunk // VECTOR, gl.SliceLayout(0, once)) * VECTOR, 0)
+    for c in gl.static_range(chunks):
+        source = ptr + start + (c * tile.width + segment)
+        slot = gl.full(source.shape, 0, gl.int32, once) + (slots + (nth + c) * ptx.slot_step(tile.num_warps))
+        ptx.fill_slot(slot, source, gl.full(source.shape, 0, gl.int32, once) + size, reused)
+
+
+@gluon.jit
+def read(slots, nth: gl.constexpr, dtype: gl.constexpr, chunks: gl.constexpr, tile: gl.constexpr):
+    """The chunks in the slots from the nth on, in float32."""
+    found = ()
+    layout: gl.constexpr = layout_of(tile, VECTOR.value)
+    for c in gl.static_range(chunks):
+        slot = slots + (nth + c) * ptx.slot_step(tile.num_warps)
+        found = found + (ptx.read_slot(gl.full([tile.rows, tile.chunk], 0, gl.int32, layout) + slot, dtype),)
+    return found
+
+
+@gluon.jit
+def start_copies(
+    of_dy, of_x, of_tables, first, count, x_ptr, dy_ptr, cos_ptr, sin_ptr, sizes, x_strides, dy_strides, table_strides,
+    part, tile: gl.constexpr,
+):  # fmt: skip
+    """Those of the tile from row `first` on. What is no row is the last one, with a dy of 0."""
+    row = first + gl.arange(0, tile.rows, rows_layout(tile, 1))
+    at = place(gl.minimum(row, count - 1), sizes, part, tile)
+    fill(of_x, 0, x_ptr, starts(at, x_strides, part, tile), 16, tile.chunks, False, tile)
+    size = gl.expand_dims(gl.where(row < count, 16, 0), 1)
+    fill(of_dy, 0, dy_ptr, starts(at, dy_strides, part, tile), size, tile.chunks, False, tile)
+    if cos_ptr is not None:
+        start = starts(at, table_strides, part, tile)
+        fill(of_tables, 0, cos_ptr, start, 16, tile.table_chunks, True, tile)
+        fill(of_tables, tile.table_chunks, sin_ptr, start, 16, tile.table_chunks, True, tile)
+
+
+@gluon.jit
+def turned_back(du, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, tile: gl.constexpr):
+    """du, turned back by the tables in these slots."""
+    cos = read(of_tables, 0, cos_ptr.dtype.element_ty, tile.table_chunks, tile)
+    sin = read(of_tables, tile.table_chunks, sin_ptr.dtype.element_ty, tile.table_chunks, tile)
+    if tile.per_pair:
+        cos = cos + cos
+        sin = sin + sin
+    made = turn(du, cos, sin, True, tile)
+    found = ()
+    for c in gl.static_range(tile.chunks):
+        found = found + (gl.convert_layout(made[c], layout_of(tile, VECTOR.value), assert_trivial=True),)
+    return found
+
+
+@gluon.jit
+def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols: gl.constexpr, tile: gl.constexpr):
+    """As narrow.copy_rows."""
+    count = number(rows[0])
+    for first in range(gl.program_id(0) * tile.rows, count, gl.num_programs(0) * tile.rows):
+        row = first + gl.arange(0, tile.rows, rows_layout(tile, VECTOR.value))
+        at = place(row, sizes, part, tile)
+        for c in gl.static_range(tile.chunks):
+            in_range = gl.expand_dims(row < count, 1) & (columns(c, tile) < cols)
+            copied = gl.load(ptrs[0] + starts(at, from_strides, part, tile) + columns(c, tile), mask=in_range)
+            to = ptrs[1] + starts(at, to_strides, part, tile) + columns(c, tile)
+            gl.store(to, copied.to(ptrs[1].dtype.element_ty), mask=in_range)
+
+
+@gluon.jit
+def plus_two(a, b, c, d):
+    return a + c, b + d
+
+
+@gluon.jit
+def plus_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@gluon.jit
+def backward(
+    x_ptrs, dy_ptrs, weight_ptrs, cos_ptr, sin_ptr, dx_ptrs, dw_ptrs, db_ptrs, rows, ctas, sizes, x_strides, dy_strides,
+    dx_strides, table_strides, copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, eps: "fp64",
+    cols: gl.constexpr, norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr,
+    copy_tile: gl.constexpr = None,
+):  # fmt: skip
+    """As narrow.backward."""
+    layout: gl.constexpr = layout_of(tile, VECTOR.value)
+    part = part_of_grid(ctas, None, tile)
+    x_ptr = pick(x_ptrs, part, 0, tile)
+    dy_ptr = pick(dy_ptrs, part, 0, tile)
+    dx_ptr = pick(dx_ptrs, part, 0, tile)
+    count = number(pick(rows, part, 0, tile))
+    of_tile: gl.constexpr = tile.num_chunks * ptx.slot_step(num_warps)
+    of_dy = ptx.open_slots(3 * tile.num_chunks + 2 * tile.table_chunks, num_warps)
+    of_x = of_dy + of_tile
+    both_of_x = of_x + of_x + of_tile
+    of_tables = of_dy + 3 * of_tile
+    first = part.cta * tile.step
+    step = part.ctas * tile.step
+    start_copies(
+        of_dy, of_x, of_tables, first, count, x_ptr, dy_ptr, cos_ptr, sin_ptr, sizes, x_strides, dy_strides,
+        table_strides, part, tile,
+    )  # fmt: skip
+    weight_ptr = None
+    if norm.has_weight:
+        weight_ptr = pick(weight_ptrs, part, 0, tile)
+    weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
+    if copy_tile is not None:
+        copy_rows(copy_ptrs, copied_rows, copy_sizes, from_strides, to_strides, part, cols, copy_tile)
+    dw = ()
+    db = ()
+    for _ in gl.static_range(tile.chunks):
+        dw = dw + (gl.full([tile.rows, tile.chunk], 0.0, gl.float32, layout),)
+        db = db + (gl.full([tile.rows, tile.chunk], 0.0, gl.float32, layout),)
+    for this_row in range(first, count, step):
+        ptx.await_copies(0)
+        du = read(of_dy, 0, dy_ptr.dtype.element_ty, tile.chunks, tile)
+        if norm.form.turn_u is not None:
+            du = turned_back(du, norm.form.turn_u, of_tables, cos_ptr, sin_ptr, tile)
+        start_copies(
+            of_dy, both_of_x - of_x, of_tables, this_row + step, count, x_ptr, dy_ptr, cos_ptr,
+            sin_ptr, sizes, x_strides, dy_strides, table_strides, part, tile,
+        )  # fmt: skip
+        ptx.await_copies(1)
+        h = read(of_x, 0, x_ptr.dtype.element_ty, tile.chunks, tile)
+        of_x = both_of_x - of_x
+        if norm.layer:
+            total = h[0]
+            for c in gl.static_range(1, tile.chunks):
+                total += h[c]
+            mean = gl.expand_dims(quotient(gl.sum(total, axis=1), cols), 1)
+            centered = ()
+            for c in gl.static_range(tile.chunks):
+                centered = centered + (h[c] - mean,)
+            h = centered
+        g = ()
+        for c in gl.static_range(tile.chunks):
+            g = g + (norm.form.upstream(du[c], widen(weight[c]), norm),)
+        squares = h[0] * h[0]
+        of_gh = g[0] * h[0]
+        of_g = g[0]
+        for c in gl.static_range(1, tile.chunks):
+            squares += h[c] * h[c]
+            of_gh += g[c] * h[c]
+            of_g += g[c]
+        if norm.layer:
+            squares, of_gh, of_g = gl.reduce((squares, of_gh, of_g), 1, plus_three)
+            mean_g = gl.expand_dims(quotient(of_g, cols), 1)
+        else:
+            squares, of_gh = gl.reduce((squares, of_gh), 1, plus_two)
+            mean_g = 0.0
+        rstd = inverse_std(squares / cols, gl.cast(eps, gl.float32), norm, True)
+        mean_gx = gl.expand_dims(of_gh / cols * rstd, 1)
+        rstd = gl.expand_dims(rstd, 1)
+        row = this_row + gl.arange(0, tile.rows, rows_layout(tile, VECTOR.value))
+        start = starts(place(row, sizes, part, tile), dx_strides, part, tile)
+        new_dw = ()
+        new_db = ()
+        dx = ()
+        for c in gl.static_range(tile.chunks):
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c] * rstd, h[c], norm),)
+            new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
+            dx = dx + (gradient_beside_centered(g[c], h[c], rstd, mean_gx, mean_g, norm),)
+        for c in gl.static_range(tile.chunks):
+            to = dx_ptr + start + columns(c, tile)
+            gl.store(to, dx[c].to(dx_ptr.dtype.element_ty), mask=gl.expand_dims(row < count, 1))
+        dw = new_dw
+        db = new_db
+    ptx.await_copies(0)
+    if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
+        ptx.launch_dependents()
+    for c in gl.static_range(tile.chunks):
+        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
+        here = part.cta.to(gl.int64) * cols + column
+        if norm.wants_dw:
+            gl.store(pick(dw_ptrs, part, 0, tile) + here, gl.sum(dw[c], axis=0))
+        if norm.wants_db:
+            gl.store(pick(db_ptrs, part, 0, tile) + here, gl.sum(db[c], axis=0))
