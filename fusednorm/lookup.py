@@ -29,9 +29,9 @@ SCHEMA = "lookup_backward(Tensor[] grads, Tensor index, SymInt rows, *, ScalarTy
 def gradients(grads: Sequence[Tensor], index: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
     """Those of tables, from a gradient for each row of x: all by one sort of the index."""
     dtype = functools.reduce(torch.promote_types, [each.dtype for each in tables])
-    rows = max([each.shape[0] for each in tables])
-    sums = TORCH_OPS.lookup_backward([each.reshape(*index.shape, -1) for each in grads], index, rows, dtype=dtype)
-    return [each[: of.shape[0]].to(of.dtype).reshape(of.shape) for each, of in zip(sums, tables, strict=True)]
+    rows = [each.reshape(*index.shape, -1) for each in grads]
+    sums = TORCH_OPS.lookup_backward(rows, index, tables[0].shape[0], dtype=dtype)
+    return [each.to(of.dtype).reshape(of.shape) for each, of in zip(sums, tables, strict=True)]
 
 
 def formula(grads: Sequence[Tensor], index: Tensor, rows: int, *, dtype: torch.dtype) -> list[Tensor]:

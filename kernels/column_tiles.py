@@ -50,14 +50,15 @@ from .rowmath import (
 
 
 @triton.jit
-def row_pointers(x_rows, rows_in, strides_in, row_index_ptr, row, norm: tl.constexpr, tile: tl.constexpr):
-    """Where a row of x and of the form's other row tensors begins."""
+def row_pointers(x_rows, rows_in, strides_in, index, row, norm: tl.constexpr, tile: tl.constexpr):
+    """Where a row of x and of the form's other row tensors begins, and whether all of these have it."""
     pointers = (x_rows.ptr + row_start(x_rows, row, norm),)
+    is_there = True
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
-            found = row_of(t, row, True, row_index_ptr, norm)
+            found, is_there = row_of(t, row, is_there, index, norm)
             pointers = pointers + (rows_in[t] + row_start(other_rows(rows_in, strides_in, t, tile), found, norm),)
-    return pointers
+    return pointers, is_there
 
 
 @triton.jit
@@ -83,20 +84,24 @@ def shifted(rows_in, left):
 
 
 @triton.jit
-def load_elements(pointers, start, col, valid):
-    """The elements of each row at the columns start + col, zeros where not `valid`."""
+def load_elements(pointers, is_there, start, col, valid, norm: tl.constexpr):
+    """The elements of each row at the columns start + col, zeros where not `valid`; NaN if a row is not there."""
     elements = ()
+    absent = 0.0
+    if norm.has_tables:
+        absent = tl.where(is_there, 0.0, float("nan"))
+        valid = valid & is_there
     for t in tl.static_range(len(pointers)):
-        elements = elements + (tl.load(pointers[t] + start + col, mask=valid, other=0.0),)
+        elements = elements + (tl.load(pointers[t] + start + col, mask=valid, other=absent),)
     return elements
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows", "table_rows"])
 def forward_by_column_tiles(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
-    strides_shared=None, sample_rows=None, row_index_ptr=None,
+    strides_shared=None, sample_rows=None, row_index_ptr=None, table_rows=None,
 ):
     """y of a row that does not fit registers, and mean and rstd unless their pointers are None; one row per CTA. Mean
     (LayerNorm only), variance (the mean of (x - mean)^2) and y take a pass over the row's column tiles each. Only the
@@ -104,7 +109,9 @@ def forward_by_column_tiles(
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     row = tl.program_id(0).to(tl.int64)
-    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row_index_ptr, row, norm, tile)
+    tile_rows, is_there = row_pointers(
+        x_rows, each_of_group(rows_in, cols, tile), strides_in, (row_index_ptr, table_rows), row, norm, tile
+    )
     tile_rows = tile_rows + sample_pointers(shared, strides_shared, row, sample_rows, tile)
     rows_out = each_of_group(rows_out, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -117,13 +124,14 @@ def forward_by_column_tiles(
     if norm.layer:
         total = tl.full([tile.chunk], 0.0, norm.acc)
         for start in range(0, cols, tile.chunk):
-            total += combine(load_elements(tile_rows, start, lane, lane < cols - start), rows_out, norm).to(norm.acc)
+            tiles = load_elements(tile_rows, is_there, start, lane, lane < cols - start, norm)
+            total += combine(tiles, rows_out, norm).to(norm.acc)
         row_mean = quotient(tl.sum(total, axis=0), cols)
     deviations = tl.full([tile.chunk], 0.0, norm.acc)
     squares = tl.full([tile.chunk], 0.0, norm.acc)
     for start in range(0, cols, tile.chunk):
         valid = lane < cols - start
-        deviation = combine(load_elements(tile_rows, start, lane, valid), rows_out, norm).to(norm.acc)
+        deviation = combine(load_elements(tile_rows, is_there, start, lane, valid, norm), rows_out, norm).to(norm.acc)
         if norm.layer:
             deviation = tl.where(valid, deviation - row_mean, 0.0)
         deviations += deviation
@@ -140,7 +148,7 @@ def forward_by_column_tiles(
     for start in range(0, cols, tile.chunk):
         col = start + lane
         valid = lane < cols - start
-        tiles = load_elements(tile_rows, 0, col, valid)
+        tiles = load_elements(tile_rows, is_there, 0, col, valid, norm)
         x = combine(tiles, rows_out, norm)
         if rows_out is not None:
             for t in tl.static_range(len(rows_out)):
@@ -154,12 +162,12 @@ def forward_by_column_tiles(
         tl.store(y_row + col, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_counters", "rows", "x_inner", "dy_inner"])
+@triton.jit(do_not_specialize=["num_counters", "rows", "x_inner", "dy_inner", "table_rows"])
 def backward_row_means(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, counters_ptr, num_counters, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
-    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, row_index_ptr=None,
+    norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, row_index_ptr=None, table_rows=None,
 ):
     """First pass over rows that do not fit registers, one row per CTA: mean(g * x_hat) to means[0, row] and, for
     LayerNorm, mean(g) to means[1, row]. CTA 0 also sets the counters of the second pass to zero. That pass is the next
@@ -175,7 +183,9 @@ def backward_row_means(
             for start in range(0, num_counters, tile.chunk):
                 lane = tl.arange(0, tile.chunk)
                 tl.store(counters_ptr + start + lane, tl.zeros_like(lane), mask=lane < num_counters - start)
-    tile_rows = row_pointers(x_rows, each_of_group(rows_in, cols, tile), strides_in, row_index_ptr, row, norm, tile)
+    tile_rows, is_there = row_pointers(
+        x_rows, each_of_group(rows_in, cols, tile), strides_in, (row_index_ptr, table_rows), row, norm, tile
+    )
     dy_row = dy_rows.ptr + row_start(dy_rows, row, norm)
     rstd = tl.load(source.rstd_ptr + row * source.rstd_stride).to(norm.acc)
     mean = rstd
@@ -187,7 +197,7 @@ def backward_row_means(
         lane = tl.arange(0, tile.chunk)[None, :]
         col = start + lane
         valid = lane < cols - start
-        tiles = load_elements(tile_rows, 0, col, valid)
+        tiles = load_elements(tile_rows, is_there, 0, col, valid, norm)
         x_hat = normalize(combine(tiles, None, norm).to(norm.acc), mean, rstd, norm)
         dy = tl.load(dy_row + col, mask=valid, other=0.0).to(norm.acc)
         weight = widen(load_if(norm.has_weight, weight_ptr, col, valid), dtype=norm.acc)
@@ -203,13 +213,13 @@ def backward_row_means(
         tl.store(here + rows, mean_g)
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "table_rows"])
 def backward_by_column_tiles(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, means_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, dw_ptr, db_ptr,
     counters_ptr, rows: "i64", cols, x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64",
     dy_outer_stride: "i64", dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
-    width=None, x_at=None, gate_at=None, row_index_ptr=None,
+    width=None, x_at=None, gate_at=None, row_index_ptr=None, table_rows=None,
 ):
     """Second pass: CTA (c, p) owns column tile c (tile.chunk columns) of the row tiles p, p + P, p + 2P, ..., where P
     CTAs share the rows. The row means are for dx only, so this kernel alone computes a backward without dx.
@@ -249,7 +259,8 @@ def backward_by_column_tiles(
     db = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
     step = tl.num_programs(1) * tile.rows
     row = tl.program_id(1).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row_index_ptr, row, rows, here, norm, tile)
+    index = (row_index_ptr, table_rows)
+    next_tiles = load_row_tiles(x_rows, more_rows, strides_in, index, row, rows, here, norm, tile)
     dy_next = load_row_tile(dy_rows, row, rows, here, norm, tile)
     for _ in range(tl.cdiv(rows - tl.program_id(1) * tile.rows, step)):
         tiles = chunk_of(next_tiles, 0)
@@ -258,7 +269,7 @@ def backward_by_column_tiles(
         in_range = row < rows
         statistics = load_row_statistics(source, row, rows, norm)
         ahead = row + step
-        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, row_index_ptr, ahead, rows, here, norm, tile)
+        next_tiles = load_row_tiles(x_rows, more_rows, strides_in, index, ahead, rows, here, norm, tile)
         dy_next = load_row_tile(dy_rows, ahead, rows, here, norm, tile)
         x_hat = normalize(h, statistics.mean, statistics.rstd, norm)
         du = norm.form.to_du(dy, tiles, norm)

@@ -124,6 +124,10 @@ class Norm(CompileTime):
         """Whether there is a row tensor of this name beside x."""
         return name in self.rows_in + self.shared
 
+    @property
+    def has_tables(self) -> bool:
+        return bool(self.tables)
+
     def is_table(self, nth: int) -> bool:
         """Whether an index names the rows of the nth of rows_in."""
         return self.rows_in[nth] in self.tables

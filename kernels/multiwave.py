@@ -14,8 +14,8 @@ With tile.groups, all of this holds for the columns of each group by themselves,
 
 Row tensors beside x that a form reads or writes come as tuples, or as None: `rows_in` of pointers, `strides_in` of
 inner, outer_stride and inner_stride of each, and `rows_out` of pointers to contiguous rows. For row r, those that are
-tables (norm.tables) have a row whose number is at row_index_ptr + r. A backward adds the rows of `added`, which are
-contiguous, to the gradient of the row that was normalized.
+tables (norm.tables) have a row whose number is at row_index_ptr + r; if they have no such row, NaN is read. A backward
+adds the rows of `added`, which are contiguous, to the gradient of the row that was normalized.
 
 sample_rows rows may be a sample with CTAs of its own: the first dimension of the grid counts samples, and the second is
 P. A row of `shared`, tensors that are given as those of `rows_in` are, belongs to a sample. A backward leaves partials
@@ -84,12 +84,15 @@ def other_rows(rows_in, strides_in, t: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def row_of(t: tl.constexpr, row, in_range, row_index_ptr, norm: tl.constexpr):
-    """Which rows of the t-th row tensor beside x belong to the rows `row`, of which the index has those in range."""
+def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
+    """Which rows of the t-th row tensor beside x belong to the rows `row`, and which of these are there. `index` is the
+    numbers, for the rows in range, and how many rows a table has."""
     found = row
+    is_there = in_range
     if norm.is_table(t):
-        found = tl.load(row_index_ptr + row, mask=in_range, other=0).to(tl.int64)
-    return found
+        found = tl.load(index[0] + row, mask=in_range, other=0).to(tl.int64)
+        is_there = in_range & (found >= 0) & (found < index[1])
+    return found, is_there
 
 
 @triton.jit
@@ -138,17 +141,20 @@ def load_row_tile(source, row, rows, cols, norm: tl.constexpr, tile: tl.constexp
 
 @triton.jit
 def load_other_tile(
-    rows_in, strides_in, row_index_ptr, t: tl.constexpr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr
+    rows_in, strides_in, index, t: tl.constexpr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr
 ):
     """`load_row_tile` of the t-th row tensor beside x."""
     source, in_range = other_rows(rows_in, strides_in, t, tile), row < rows
-    start = row_start(source, row_of(t, row, in_range, row_index_ptr, norm), norm)[:, None]
-    return load_chunks(source.ptr, start, in_range[:, None], cols, tile)
+    found, is_there = row_of(t, row, in_range, index, norm)
+    absent = 0.0
+    if norm.is_table(t):
+        absent = tl.where(is_there == in_range, 0.0, float("nan"))[:, None]
+    return load_chunks(source.ptr, row_start(source, found, norm)[:, None], is_there[:, None], cols, tile, absent)
 
 
 @triton.jit
 def load_row_tiles(
-    x_rows, rows_in, strides_in, row_index_ptr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr,
+    x_rows, rows_in, strides_in, index, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr,
     late: tl.constexpr = True,
 ):  # fmt: skip
     """`load_row_tile` of x and of the form's other row tensors, as a tuple; without `late`, placeholders for those that
@@ -159,18 +165,18 @@ def load_row_tiles(
             if norm.is_late(t) and not late:
                 tiles = tiles + (tiles[0],)
             else:
-                tiles = tiles + (load_other_tile(rows_in, strides_in, row_index_ptr, t, row, rows, cols, norm, tile),)
+                tiles = tiles + (load_other_tile(rows_in, strides_in, index, t, row, rows, cols, norm, tile),)
     return tiles
 
 
 @triton.jit
-def load_late_tiles(tiles, rows_in, strides_in, row_index_ptr, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
+def load_late_tiles(tiles, rows_in, strides_in, index, row, rows, cols, norm: tl.constexpr, tile: tl.constexpr):
     """The tiles of `load_row_tiles`, complete."""
     found = (tiles[0],)
     if rows_in is not None:
         for t in tl.static_range(len(rows_in)):
             if norm.is_late(t):
-                found = found + (load_other_tile(rows_in, strides_in, row_index_ptr, t, row, rows, cols, norm, tile),)
+                found = found + (load_other_tile(rows_in, strides_in, index, t, row, rows, cols, norm, tile),)
             else:
                 found = found + (tiles[1 + t],)
     return found
@@ -214,12 +220,12 @@ def bits_of(dtype):
 
 
 @triton.jit
-def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr):
-    """Chunks of rows that begin `start` elements after `ptr`, in their own dtype."""
+def load_chunks(ptr, start, row_mask, cols, tile: tl.constexpr, absent=0.0):
+    """Chunks of rows that begin `start` elements after `ptr`, in their own dtype, and what is in place of others."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         mask = mask_of_chunk(row_mask, cols, c, tile)
-        chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=0.0),)
+        chunks = chunks + (tl.load(ptr + start + columns(c, tile), mask=mask, other=absent),)
     return chunks
 
 
@@ -345,15 +351,16 @@ def write_rows(
         store_chunk(y_ptr, start, y, in_range[:, None], cols, c, tile)
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows", "table_rows"])
 def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
-    strides_shared=None, sample_rows=None, row_index_ptr=None,
+    strides_shared=None, sample_rows=None, row_index_ptr=None, table_rows=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
+    index = (row_index_ptr, table_rows)
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     rows_in = each_of_group(rows_in, cols, tile)
@@ -364,7 +371,7 @@ def forward(
     share = share_of_cta(rows, sample_rows)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    tiles = load_row_tiles(x_rows, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile)
+    tiles = load_row_tiles(x_rows, rows_in, strides_in, index, row, share.last, cols, norm, tile)
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
@@ -378,7 +385,7 @@ def forward(
     else:
         for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
             ahead = row + step
-            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, row_index_ptr, ahead, share.last, cols, norm, tile)
+            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, index, ahead, share.last, cols, norm, tile)
             write_rows(
                 tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
                 inside, tile,
@@ -387,17 +394,18 @@ def forward(
             tiles = next_tiles
 
 
-@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "sample_rows"])
+@triton.jit(do_not_specialize=["rows", "x_inner", "dy_inner", "sample_rows", "table_rows"])
 def backward(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr, rows: "i64", cols,
     x_inner: "i64", x_outer_stride: "i64", x_inner_stride: "i64", dy_inner: "i64", dy_outer_stride: "i64",
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
     shared=None, strides_shared=None, sum_partials=None, sample_rows=None, width=None, x_at=None, gate_at=None,
-    row_index_ptr=None,
+    row_index_ptr=None, table_rows=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. With a `width`, dx is the gradient of a tensor
     of so many columns, of which those from x_at and from gate_at on are stored here."""
+    index = (row_index_ptr, table_rows)
     cols = divisible(cols, tile)
     dy_ptr = of_group(dy_ptr, cols, tile)
     weight_ptr = of_group(weight_ptr, cols, tile)
@@ -425,7 +433,7 @@ def backward(
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
     next_tiles = load_row_tiles(
-        x_rows, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile, late=False
+        x_rows, rows_in, strides_in, index, row, share.last, cols, norm, tile, late=False
     )
     dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
     source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
@@ -439,7 +447,7 @@ def backward(
         in_range = row < share.last
         ahead = row + step
         next_tiles = load_row_tiles(
-            x_rows, rows_in, strides_in, row_index_ptr, ahead, share.last, cols, norm, tile, late=False
+            x_rows, rows_in, strides_in, index, ahead, share.last, cols, norm, tile, late=False
         )
         dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
         next_statistics = load_row_statistics(source, ahead, share.last, norm)
@@ -447,7 +455,7 @@ def backward(
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
         start = (row * stride_of_gradients(cols, width, tile))[:, None]  # nothing is added if there is a width
         others = load_added(added, start, in_range[:, None], cols, tile)
-        of_rows = load_late_tiles(early, rows_in, strides_in, row_index_ptr, row, share.last, cols, norm, tile)
+        of_rows = load_late_tiles(early, rows_in, strides_in, index, row, share.last, cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()

@@ -78,7 +78,10 @@ class Table:
 
     @property
     def call(self) -> ForwardCall | BackwardCall:
-        return (check_backward if self.backward else check_forward)(self.operands)
+        return self.call_by(self.given["row_index"])
+
+    def call_by(self, index: Tensor) -> ForwardCall | BackwardCall:
+        return (check_backward if self.backward else check_forward)(self.operands._replace(row_index=index))
 
     def check(self, outputs: tuple[Tensor | None, ...]) -> None:
         """Fails unless each output is near that of the same op in float64, of rows that torch has gathered."""

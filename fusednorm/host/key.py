@@ -168,7 +168,7 @@ def _modulation(tensor: Tensor, operands: Operands) -> tuple:
         table = row_view(tensor, 1) if tensor.shape[1:] == shape[len(shape) - ndim :] else None
         if table is None:
             raise NotPrepared
-        return table[1:]
+        return len(tensor), *table[1:]
     view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
     if view is None:
         raise NotPrepared

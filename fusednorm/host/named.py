@@ -36,6 +36,7 @@ def with_named(launches: list[Launch], call: ForwardCall | BackwardCall, first_o
             strides = "strides_shared" if each.is_of_samples else "strides_in"
             named[parameters[name]] = (*named.get(parameters[name], ()), value.tensor)
             named[strides] = (*named.get(strides, ()), *row_strides(value))
+            named |= {} if value.table_rows is None else {"table_rows": value.table_rows}
         elif value is not None and each.role is not Role.DTYPE:
             parameters[name] = f"{name}_ptr" if each.role.is_tensor else name
             named[parameters[name]] = value

@@ -105,6 +105,6 @@ def blocks(call: BackwardCall, outputs: Sequence[Output | None], workspace: Work
 
 def _has_rows(added: Added, sample_rows: int) -> bool:
     """Whether an operand has rows, and not one for all rows of x, or a table of them."""
-    if isinstance(added.value, RowView) and added.value.by_index:
+    if isinstance(added.value, RowView) and added.value.table_rows is not None:
         return False
     return added.role is not Role.PARAMETER and (not added.is_of_samples or bool(sample_rows))

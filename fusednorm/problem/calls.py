@@ -272,7 +272,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
         if role is Role.ROWS:
             return row_view_or_copy(value, batch_ndim, cols)
         if role is Role.MODULATION and has_tables:
-            return row_view_or_copy(value, 1, cols)._replace(by_index=True)
+            return row_view_or_copy(value, 1, cols)._replace(table_rows=len(value))
         if role is Role.MODULATION:
             is_shared = slot.name in shared and shared[slot.name].is_by_sample
             normalized_shape = x.shape[batch_ndim:]
@@ -320,7 +320,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
         "names_shared": tuple([each.name for each in shared]),
         "rows_in": tuple([each.value.tensor.dtype for each in read]),
         "names_in": tuple([each.name for each in read]),
-        "tables": tuple([each.name for each in read if each.value.by_index]),
+        "tables": tuple([each.name for each in read if each.value.table_rows is not None]),
         "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
     }
 

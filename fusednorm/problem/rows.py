@@ -17,15 +17,15 @@ class RowView(NamedTuple):
 
         (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride
 
-    and its cols elements are adjacent. Strides are in elements. inner_rows is 1 if one stride is enough. by_index: the
-    tensor is a table, and row r is that of the number index[r], by the index of the call.
+    and its cols elements are adjacent. Strides are in elements. inner_rows is 1 if one stride is enough. A
+    tensor of table_rows rows is a table: row r is that of the number index[r], by the index of the call.
     """
 
     tensor: Tensor
     inner_rows: int
     outer_stride: int
     inner_stride: int
-    by_index: bool = False
+    table_rows: int | None = None
 
 
 def row_view(tensor: Tensor, batch_ndim: int) -> RowView | None:

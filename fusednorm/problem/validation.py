@@ -28,7 +28,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
     Raises RuntimeError unless x's shape ends in normalized_shape, weight and bias have that shape, and all tensors are
     strided, float and on one device. In a backward, grad_out and residual_grad must have x's shape, and each statistic
     one element per row and group, in any shape. A modulation has x's shape, but batch dims may be 1, and the last of
-    them absent; with an index, it has any number of rows of normalized_shape. groups must divide the columns. Raises
+    them absent; with an index, all have as many rows of normalized_shape. groups must divide the columns. Raises
     TypeError if an operand is no tensor or normalized_shape no tuple of integers. Messages name `op`, by default the
     operands' op. Only shapes, dtypes, layouts and devices are read, so meta and traced tensors are accepted.
     """
@@ -46,7 +46,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
         raise RuntimeError(f"{op}: x must end in normalized_shape {normalized_shape}, got shape {tuple(shape)}")
     if x.dtype not in FLOAT_DTYPES:
         require_float(op, "x", x, device)
-    batch_shape = shape[:batch_ndim]
+    batch_shape, table_rows = shape[:batch_ndim], ()
     for at, name, role, optional, is_tensor, needs in _checks(type(operands)):
         value = operands[at]
         if value is None and optional:
@@ -65,7 +65,8 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             _require_index(op, value, batch_shape, device)
         elif role is Role.MODULATION and hasattr(operands, "row_index"):
             require_strided(op, name, value)
-            require(op, name, value, (*value.shape[:1], *normalized_shape), device)
+            table_rows = table_rows or value.shape[:1]
+            require(op, name, value, (*table_rows, *normalized_shape), device)
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:

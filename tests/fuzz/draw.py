@@ -96,9 +96,9 @@ class Call:
 
     def modulation_shape(self, name: str) -> tuple[int, ...]:
         """Some of the first batch dims, whole or 1; or the rows of a table."""
-        rng, batch = random.Random(f"{self.seed} {name}"), self.shape[: len(self.shape) - self.normalized_ndim]
         if "row_index" in self.dtypes:
-            return (rng.randint(TABLE_ROWS, 2 * TABLE_ROWS), *self.normalized_shape)
+            return (TABLE_ROWS + self.seed % TABLE_ROWS, *self.normalized_shape)
+        rng, batch = random.Random(f"{self.seed} {name}"), self.shape[: len(self.shape) - self.normalized_ndim]
         lead = batch[: rng.randint(0, len(batch))]
         return (*(rng.choice((size, size, 1)) for size in lead), *self.normalized_shape)
 

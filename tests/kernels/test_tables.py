@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from cases import guarded_buffers
-from tables import BACKWARDS, FORWARDS
+from tables import BACKWARDS, BATCH, FORWARDS
 
 from fusednorm.host import gpus
 from fusednorm.planner.device import A100
@@ -20,14 +21,33 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("table", FORWARDS + BACKWARDS, ids=str)
-def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table, plan, monkeypatch):
+@pytest.fixture(autouse=True)
+def two_sms(monkeypatch):
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+
+
+def outputs_of(call, plan) -> tuple[torch.Tensor | None, ...]:
     from fusednorm.host import launch
 
-    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     with guarded_buffers():
-        prepared = launch.on_tensors(table.call, plan(table.cols))
+        prepared = launch.on_tensors(call, plan)
         for each in prepared.launches:
             each.run()
-    table.check(prepared.outputs)
+    return prepared.outputs
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("table", FORWARDS + BACKWARDS, ids=str)
+def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table, plan):
+    table.check(outputs_of(table.call, plan(table.cols)))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("table", FORWARDS + BACKWARDS, ids=str)
+def test_a_number_that_is_no_row_of_the_tables_reads_nan(table, plan):
+    numbers, unknown = table.given["row_index"].clone(), torch.zeros(BATCH, table.rows, dtype=torch.bool)
+    for place, number in ((0, table.size), (1, -1), (2, torch.iinfo(numbers.dtype).max)):
+        numbers[place, 2], unknown[place, 2] = number, True
+    # of the forward y, of the backward dx
+    want, got = (outputs_of(table.call_by(each), plan(table.cols))[0] for each in (table.given["row_index"], numbers))
+    assert got[unknown].isnan().all() and torch.equal(got[~unknown], want[~unknown])

@@ -50,3 +50,11 @@ def test_rows_of_a_table_may_lie_2_to_the_31_elements_apart(backward):
     near, call = (check(table.operands._replace(scale=each)) for each in (far.clone(), far))
     for got, want in zip(outputs_of(call), outputs_of(near), strict=True):
         assert got is want is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("table", (FORWARDS[3], BACKWARDS[2], Table("layer", "", 2, 16384)), ids=str)
+def test_a_number_that_is_no_row_of_the_tables_reads_nan(table):
+    numbers = table.given["row_index"].clone()
+    numbers[0, 1], numbers[1, 1] = table.size, -1
+    want, got = (outputs_of(table.call_by(each))[0] for each in (table.given["row_index"], numbers))
+    assert got[:2, 1].isnan().all() and torch.equal(got[2], want[2]) and torch.equal(got[:, 0], want[:, 0])
