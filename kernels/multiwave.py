@@ -91,7 +91,7 @@ def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
     is_there = in_range
     if norm.is_table(t):
         found = tl.load(index[0] + row, mask=in_range, other=0).to(tl.int64)
-        is_there = in_range & (found >= 0) & (found < index[1])
+        is_there = in_range & (found.to(tl.uint64) < index[1])  # a negative number is a large one
     return found, is_there
 
 
