@@ -276,3 +276,20 @@ def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table):
     for _ in range(2):  # the second call by the program that the first has left
         table.check(ops.run(table.operands))
     assert not fallback.failures()
+
+
+@pytest.mark.parametrize("cols", [1152, 3072, 16384])
+def test_a_number_that_is_no_row_of_the_tables_reads_nan_and_is_left_out_of_their_gradients(cols):
+    x, residual, dy = torch.randn(3, 2, 200, cols, device="cuda", dtype=BF16)
+    table = torch.randn(4, 3, cols, device="cuda").requires_grad_()
+    index = torch.randint(4, (2, 200), device="cuda")
+    strange = index.clone()
+    strange[0, 3], strange[1, 7], strange[1, 199] = 4, -1, 2**62
+    unknown, found = strange != index, {}
+    for name, numbers in {"known": index, "strange": strange}.items():
+        scale, shift, gate = table.unbind(1)
+        y, _ = fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, index=numbers)
+        found[name] = y.detach(), torch.autograd.grad(y, table, dy * ~unknown[..., None])[0]
+    (want, of_want), (got, of_got) = found["known"], found["strange"]
+    assert got[unknown].isnan().all() and torch.equal(got[~unknown], want[~unknown])
+    torch.testing.assert_close(of_got, of_want, rtol=1e-5, atol=1e-4)
