@@ -126,7 +126,7 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     of_rows, of_samples = (Role.ROWS, Sharing()), (Role.MODULATION, Sharing(SAMPLE_ROWS, (True,), 1))
 
     def read(name: str, dtype: torch.dtype, kind: tuple[Role, Sharing]) -> Added:
-        view = RowView(meta((rows, *shape), dtype), 1, problem.cols, 0, name in problem.tables)
+        view = RowView(meta((rows, *shape), dtype), 1, problem.cols, 0, rows if name in problem.tables else None)
         return Added(name, kind[0], view, kind[1])
 
     added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]

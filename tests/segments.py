@@ -45,6 +45,15 @@ class Segments:
     def sums(self) -> list[Tensor]:
         return torch.ops.fusednorm.lookup_backward(self.grads, self.index, self.size, dtype=self.dtype)
 
+    def complaints(self, arch: int) -> list[str]:
+        """About the compiler's builds, in a process that does not interpret."""
+        from bench.resources import resources
+        from fusednorm.host import segments
+
+        problem = segments.SegmentSums(self.size, self.cols, self.dtypes, self.dtype, (True,) * (2 + len(self.dtypes)))
+        used = [(each, resources(each, arch)) for each in segments.program_of(problem).launches]
+        return [f"{each.kernel.__name__} spills {of.stack_bytes} bytes a thread" for each, of in used if of.stack_bytes]
+
     def check(self, sums: list[Tensor]) -> None:
         """Fails unless each sum is near that in float64 of the rows that have a number of the table."""
         numbers = torch.arange(self.size, device=self.device)[:, None]
