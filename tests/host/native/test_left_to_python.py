@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import threading
 
 import alone
@@ -11,32 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from fake_gpu import build_of
 from norms import EPS, OPS, SHAPE, Wrapped, layer_norm, norms, operands, ours, right_y, y_alone
 from op_log import OpLog
 from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 from fusednorm import force
-from fusednorm.host import launcher
-
-
-def test_with_a_release_of_triton_that_is_not_known_cpp_alone_repeats(gpu, monkeypatch):
-    def load(launches, device):
-        builds = [copy.copy(build_of(each)) for each in launches]
-        for each in builds:
-            each.launch = None
-        return builds
-
-    by_triton = []
-    monkeypatch.setattr(launcher, "load", load)
-    monkeypatch.setattr(launcher, "hand_over", by_triton.extend)
-    tensors = operands("layer", requires_grad="")
-    ours("layer", *tensors)
-    assert len(by_triton) == 1
-    with gpu.repeating():
-        y, *_ = ours("layer", *tensors)
-    assert_close(y, F.layer_norm(tensors[0], (40,), *tensors[1:], EPS))
 
 
 @pytest.mark.parametrize("variant", ["multi_wave", None])
