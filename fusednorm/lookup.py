@@ -1,4 +1,5 @@
-"""The gradients of tables of which an index reads rows: sums over the rows that have a number, the same in every run.
+"""Gradients of tables: an index reads a table's rows, and each of these gets the sum of its readers' gradients. The
+sums are the same in every run.
 
 torch.ops.fusednorm.lookup_backward takes tensors `[*index.shape, cols]`, which may have different dtypes, and returns a
 sum `[rows, cols]` of each, of one dtype, to which it is rounded once. Rows whose number is no row of the table are left

@@ -70,7 +70,7 @@ def widen_pairs(x):
     return tl.inline_asm_elementwise(ptx, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
 
 
-# --- The slots of narrow_async.py: 16 bytes of shared memory, of which each thread has some, far apart ---
+# --- The slots of narrow_async.py. A slot is 16 bytes of shared memory. Each thread has some, far apart ---
 
 
 @triton.constexpr_function
@@ -98,8 +98,8 @@ def slot_step(num_warps):
 
 @gluon.jit
 def fill_slot(slot, source, size, reused: gl.constexpr):
-    """Start the copy of `size` bytes from `source`, 16 or none, to a slot, the rest of which becomes zeros. All come
-    once for each thread. What is `reused` stays in L1."""
+    """Start the copy of 16 bytes from `source` to a slot. With a `size` of 0 the slot becomes zeros. Each argument is
+    one for each thread. What is `reused` stays in L1."""
     level: gl.constexpr = "ca" if reused else "cg"
     ptx: gl.constexpr = "cp.async." + level + ".shared.global [$1], [$2], 16, $3; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(ptx, "=r,r,l,r", [slot, source, size], tl.int32, is_pure=False, pack=1)

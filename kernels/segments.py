@@ -1,4 +1,4 @@
-"""Sums of rows that have a number in common, the same in every run: the gradients of tables of which rows were read.
+"""Sums of the rows that have the same number, as gradients of tables are. They are the same in every run.
 
 The numbers come sorted, as `keys`, and `order` says which row each belongs to. A block is tile.block adjacent places of
 this order. CTA (b, c, t) of the first launch adds up the rows of tensor t in block b, tile.chunk columns of them, and

@@ -70,7 +70,7 @@ def _first(operands: Operands, heads: Heads) -> tuple[Outputs | None, Bound | No
 
 
 def give_way(planned: Planned, spec: DeviceSpec, failed: BuildFailed) -> None:
-    """ATen runs later calls of the plans, of which one cannot be built."""
+    """ATen runs later calls of these plans, because a kernel cannot be built."""
     for call, plan in planned:
         fallback.remember(plan, *head_plan.asked(call.problem, spec), str(failed))
 

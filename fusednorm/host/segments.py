@@ -45,12 +45,16 @@ class SegmentSums(NamedTuple):
         return functools.reduce(torch.promote_types, map(accumulation_dtype, (*self.dtypes, self.dtype)))
 
 
+def dtype_of_keys(size: int) -> torch.dtype:
+    """The smallest dtype of numbers from -1 to `size`."""
+    return next(each for each in KEYS if size <= torch.iinfo(each).max)
+
+
 def sums(rows: Sequence[Tensor], index: Tensor, size: int, dtype: torch.dtype) -> list[Tensor] | None:
     """A sum `[size, cols]` of each tensor's rows by their numbers; None if the kernels cannot be built."""
     cols, device = rows[0].shape[-1], rows[0].device
     rows = [packed(each).view(-1, cols) for each in rows]
-    of_keys = next(each for each in KEYS if size <= torch.iinfo(each).max)
-    keys, order = index.reshape(-1).clamp(-1, size).to(of_keys).sort(stable=True)
+    keys, order = index.reshape(-1).clamp(-1, size).to(dtype_of_keys(size)).sort(stable=True)
     tensors, shape = [keys, order, *rows], rows[0].shape
     addresses = [each.data_ptr() for each in tensors]
     aligned = tuple([address % ALIGNMENT == 0 for address in addresses])
@@ -74,8 +78,7 @@ def sums(rows: Sequence[Tensor], index: Tensor, size: int, dtype: torch.dtype) -
 def program_of(problem: SegmentSums) -> Program:
     size, cols, dtypes, dtype, aligned = problem
     count, tile = len(dtypes), tile_of(cols)
-    of_keys = next(each for each in KEYS if size <= torch.iinfo(each).max)
-    given = [Address(at, each, aligned[at]) for at, each in enumerate((of_keys, torch.int64, *dtypes))]
+    given = [Address(at, each, aligned[at]) for at, each in enumerate((dtype_of_keys(size), torch.int64, *dtypes))]
     keys, order, *rows = given
     outs = tuple([Address(2 + count + at, dtype) for at in range(count)])
     partials = tuple([Address(2 + 2 * count + at, problem.acc_dtype) for at in range(count)])
