@@ -34,11 +34,12 @@ class Role(enum.Enum):
     ROWS = "a tensor of x's shape"
     STATISTIC = "a tensor of one element per group of a row; [*batch, 1, ..., groups] as an output"
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
-    INDEX = "an integer for each row of x, the row that it has of modulations that are tables"
-    MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1; or a table"
+    INDEX = "an integer for each row of x, the row that it has of tables"
+    MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
+    TABLE = "a tensor of normalized_shape behind a number of rows, of which the index gives each row of x one"
     COLUMNS = "a tensor of x's batch dims and columns of its own"
     STRIDED = "a tensor of a shape and strides that all calls by a program have"
-    TABLE = "the same, of numbers that have no gradient"
+    CONSTANT = "the same, of numbers that have no gradient"
     EPS = "a number"
     INTEGER = "an integer"
     BOOL = "a flag"
@@ -59,7 +60,7 @@ class Role(enum.Enum):
 
 TENSORS = (
     *(Role.PARAMETER, Role.ROWS, Role.STATISTIC, Role.PACKED_ROWS, Role.MODULATION, Role.COLUMNS),
-    *(Role.STRIDED, Role.TABLE, Role.INDEX),
+    *(Role.STRIDED, Role.CONSTANT, Role.INDEX, Role.TABLE),
 )
 
 
@@ -264,9 +265,13 @@ INDEX, BY_INDEX = Slot("row_index", Role.INDEX), "_by_index"
 
 def _by_index(op: Op) -> Op:
     at = op.inputs.index(SCALE)
-    modulations = [each._replace(gradient="grad_out") if each.name == "shift" else each for each in op.inputs[at:]]
     suffix, backward = op.suffix + BY_INDEX, op.backward and op.backward + BY_INDEX
-    return op._replace(inputs=(*op.inputs[:at], INDEX, *modulations), suffix=suffix, backward=backward)
+    inputs, outputs = (
+        tuple(each._replace(role=role) if each.role is Role.MODULATION else each for each in some)
+        for some, role in ((op.inputs, Role.TABLE), (op.outputs, Role.ROWS))
+    )
+    behind = [each._replace(gradient="grad_out") if each.name == "shift" else each for each in inputs[at:]]
+    return op._replace(inputs=(*inputs[:at], INDEX, *behind), outputs=outputs, suffix=suffix, backward=backward)
 
 
 INDEXED_OPS = tuple(_by_index(op) for op in (*MODULATED_OPS, *FORM_OPS) if op.suffix.endswith("_modulated"))
@@ -285,6 +290,10 @@ def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
         if isinstance(each, Slot) and name not in in_all:
             found[name] = each._replace(optional=each.optional or not each.has_default)
     return tuple((found | {each.name: each for each in last}).values())
+
+
+# What an operand is to ops that lack it.
+ABSENT = {"normalized_shape": (), "groups": 1, "width": 0} | dict.fromkeys(("row_index", "gate", "shift", "branch"))
 
 
 def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
@@ -309,8 +318,9 @@ def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:
     rows = tuple(at for at in tensors if slots[at - 1].role is Role.ROWS)
     fields = tuple(at for at, slot in enumerate(slots, 1) if slot.role is Role.FORM)
     made.__module__, made.slots, made.direction = __name__, slots, direction
-    if "normalized_shape" not in made._fields:
-        made.normalized_shape = ()
+    for field, value in ABSENT.items():
+        if field not in made._fields:
+            setattr(made, field, value)
     made.has_statistics = any(slot.role in (Role.STATISTIC, Role.FLAG) for slot in slots)
     made.outputs = _together([op.outputs for op in ops], last.outputs if last else ())
     made.op = property(lambda self: self.norm + middle + self.suffix)
@@ -453,7 +463,6 @@ def derivative_of(forward: str) -> Derivative:
     own = dict(zip(of.tensor_names, outputs))  # noqa: B905  tables have no gradient
     gradients = [slots[name].gradient or own.get(name, outputs[0]) for name in of.tensor_names]
     mask = [tuple(at for at, gradient in enumerate(gradients) if gradient == name) for name in outputs]
-    is_table = [slots[name].role is Role.MODULATION and "row_index" in saved for name in of.tensor_names]
     statistics = [output for output in of.outputs if output.role is Role.STATISTIC]
     behind = of.outputs[1 + len(statistics) :]
     return Derivative(
@@ -468,7 +477,7 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.name for output in backward.outputs if output.is_dx),
         tuple(slot.name for slot in of.slots if slot.role in (Role.FORM, Role.EPS) and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
-        tuple((at, names[at]) for at, is_it in enumerate(is_table) if is_it),
+        tuple((at, names[at]) for at, name in enumerate(of.tensor_names) if slots[name].role is Role.TABLE),
     )
 
 

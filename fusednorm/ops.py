@@ -89,7 +89,7 @@ from .host.program import Program
 from .namespace import NAMESPACE
 from .operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
 from .problem.calls import check_backward, check_forward
-from .problem.outputs import groups_of, output_dtype, stats_shape
+from .problem.outputs import output_dtype, stats_shape
 from .problem.validation import validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -188,9 +188,8 @@ def launch() -> ModuleType:
 def fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
     batch = validate(operands)
-    shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands))}
-    shapes[Role.COLUMNS] = (*batch, getattr(operands, "width", 0))
-    shapes |= {Role.MODULATION: operands.x.shape} if hasattr(operands, "row_index") else {}
+    shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, operands.groups)}
+    shapes |= {Role.ROWS: operands.x.shape, Role.COLUMNS: (*batch, operands.width)}
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)

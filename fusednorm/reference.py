@@ -29,7 +29,7 @@ from .operands import (
     wanted_outputs,
 )
 from .problem.calls import BackwardCall, ForwardCall
-from .problem.outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
+from .problem.outputs import output_dtype, resolve_eps, stats_shape, steps_of
 from .problem.rows import spread
 from .problem.validation import validate
 
@@ -79,9 +79,9 @@ def run(operands: Operands, call: ForwardCall | BackwardCall | None = None) -> O
 def formula(operands: Operands) -> Outputs:
     """The outputs, as plain tensor code. Checks the operands."""
     validate(operands)
-    if hasattr(operands, "width"):
+    if operands.width:
         return packed_formula(operands)
-    if groups_of(operands) > 1:
+    if operands.groups > 1:
         return _joined(operands, formula_of_group(by_group(operands)))
     return formula_of_group(operands)
 
@@ -104,7 +104,7 @@ def packed_formula(operands: Operands) -> Outputs:
 
 def by_group(operands: Operands) -> Operands:
     """The operands with groups as rows of their own: x is [*batch, groups, cols], and parameters are [groups, cols]."""
-    groups, ndim = groups_of(operands), len(operands.normalized_shape)
+    groups, ndim = operands.groups, len(operands.normalized_shape)
     if groups == 1:
         return operands
     width, batch = math.prod(operands.normalized_shape), operands.x.shape[: operands.x.dim() - ndim]
@@ -123,7 +123,7 @@ def _joined(operands: Operands, outputs: Outputs) -> Outputs:
     batch = operands.x.shape[: operands.x.dim() - len(operands.normalized_shape)]
     shapes = {
         Role.PARAMETER: tuple(operands.normalized_shape),
-        Role.STATISTIC: stats_shape(batch, operands.normalized_shape, groups_of(operands)),
+        Role.STATISTIC: stats_shape(batch, operands.normalized_shape, operands.groups),
     }
     pairs = zip(operands.outputs, outputs, strict=True)
     return tuple(v if v is None else v.reshape(shapes.get(each.role, operands.x.shape)) for each, v in pairs)
@@ -213,7 +213,7 @@ def _gated(x: Tensor, operands: Operands) -> Tensor:
 
 def _modulated(u: Tensor, operands: Operands) -> Tensor:
     """u * factor(scale) + shift, in u's dtype."""
-    shift, steps = getattr(operands, "shift", None), steps_of(operands)
+    shift, steps = operands.shift, steps_of(operands)
     factor = FACTORS[operands.form.modulate](_spread(operands.scale, operands).to(u.dtype))
     if steps:
         u, factor = rounded(u, steps.u), rounded(factor, steps.factor)
@@ -223,7 +223,7 @@ def _modulated(u: Tensor, operands: Operands) -> Tensor:
 
 
 def _spread(modulation: Tensor, operands: Operands) -> Tensor:
-    if hasattr(operands, "row_index"):
+    if operands.row_index is not None:
         return F.embedding(operands.row_index, modulation.flatten(1)).reshape(operands.x.shape)
     return spread(modulation, operands.x.dim(), len(operands.normalized_shape))
 
@@ -285,14 +285,14 @@ def backward_formula(operands: Operands) -> Outputs:
 
 def _of_row(dh: Tensor, operands: Operands) -> dict[str, Tensor]:
     """What the gradient of a row that is normalized adds to those of what it was made of, by name of the outputs."""
-    form, gate = operands.form or PLAIN, getattr(operands, "gate", None)
+    form, gate = operands.form or PLAIN, operands.gate
     if form.combine == "gate":
         factor, slope = activated(form, gate.to(dh.dtype))
         return {"dx": dh * factor, "dgate": dh * operands.x.to(dh.dtype) * slope}
     found = {"dx": dh}
     if form.combine == "summands":
         found["dsummand"] = dh.clone()
-    if getattr(operands, "branch", None) is not None:
+    if operands.branch is not None:
         found["dbranch"] = dh * _spread(gate, operands).to(dh.dtype)
         found["dgate"] = _sum_sharers(dh * operands.branch.to(dh.dtype), gate, operands)
     return found
@@ -318,7 +318,7 @@ def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_gr
 
 def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor:
     """The sum over the rows that share a modulation, in its shape: a new tensor. The rows themselves with an index."""
-    if hasattr(operands, "row_index"):
+    if operands.row_index is not None:
         return rows.clone()
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
@@ -341,7 +341,7 @@ def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd
 
 
 def _row_of(operands: Operands) -> Tensor:
-    return row_of(operands.form or PLAIN, operands.x, getattr(operands, "gate", None))
+    return row_of(operands.form or PLAIN, operands.x, operands.gate)
 
 
 def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None, Tensor]:

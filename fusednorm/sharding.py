@@ -75,10 +75,8 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
                 f"{name}: {slot.name} of DTensors must have the shape that the forward returns, of {len(x.shape)} dims,"
                 f" got {tuple(value.shape)}"
             )
-        operands[slot.name] = WHOLE if slot.role is Role.PARAMETER else ROWS
-        if slot.role is Role.MODULATION and "row_index" in given:
-            operands[slot.name] = WHOLE
-        elif slot.role is Role.MODULATION:
+        operands[slot.name] = WHOLE if slot.role in (Role.PARAMETER, Role.TABLE) else ROWS
+        if slot.role is Role.MODULATION:
             operands[slot.name] = of_modulation(value, WHOLE)
     mask = given.get("output_mask") or itertools.repeat(True)
     outputs: dict[str, str | tuple[str, ...] | None] = {}
@@ -86,7 +84,7 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
         like = given.get(output.like)
         if not wanted or like is None:
             outputs[output.name] = None
-        elif output.role is Role.MODULATION and "row_index" not in given:
+        elif output.role is Role.MODULATION:
             outputs[output.name] = of_modulation(like, SUM)
         else:
             outputs[output.name] = SUM if output.role is Role.PARAMETER else ROWS
@@ -197,7 +195,7 @@ def _add_head_norm(op: torch._ops.OpOverload) -> None:
             if role is Role.STRIDED:
                 return Shard(dim)
             at = dim - ndim + len(each.shape)  # a table is broadcast from the last dim
-            return Shard(at) if role is Role.TABLE and at >= 0 and each.shape[at] > 1 else Replicate()
+            return Shard(at) if role is Role.CONSTANT and at >= 0 and each.shape[at] > 1 else Replicate()
 
         found = [[Replicate()] * (len(outputs) + len(operands))]
         of_parameters = [tuple(each.shape) for role, each in operands if role is Role.PARAMETER]

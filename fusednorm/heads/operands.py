@@ -29,7 +29,7 @@ PARAMETERS = (
     *_list("weights", "weight", "k_weight", role=Role.PARAMETER),
     *_list("biases", "bias", "k_bias", role=Role.PARAMETER),
 )
-BESIDE = *PARAMETERS, Slot("cos", Role.TABLE, optional=True), Slot("sin", Role.TABLE, optional=True), DEFAULT_EPS
+BESIDE = *PARAMETERS, Slot("cos", Role.CONSTANT, optional=True), Slot("sin", Role.CONSTANT, optional=True), DEFAULT_EPS
 MASK = Slot("output_mask", Role.MASK)
 PACKING = Slot("heads", Role.INTEGER), Slot("kv_heads", Role.INTEGER), Slot("grouped", Role.BOOL)
 SETTINGS = tuple(

@@ -44,8 +44,8 @@ class Parts(NamedTuple):
     pick: itemgetter  # picks the tensors
     slots: tuple[Slot, ...]  # of the tensors
     shaped: tuple[int, ...]  # tensors whose shapes are parts of the key
-    tables: tuple[int, ...]
-    modulations: tuple[int, ...]
+    constants: tuple[int, ...]
+    spread: tuple[tuple[int, Callable], ...]  # modulations and tables, and what makes parts of them
     fits: tuple[tuple[int, Role], ...]  # tensors of as many rows as x
 
 
@@ -53,8 +53,8 @@ class Parts(NamedTuple):
 def parts_of(operands_type: Any) -> Parts:
     slots = list(enumerate(operands_type.slots, 1))
     tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
-    shaped = Role.PARAMETER, Role.STRIDED, Role.TABLE
-    fixed = *shaped, Role.MODULATION  # the key says whether they fit
+    shaped = Role.PARAMETER, Role.STRIDED, Role.CONSTANT
+    fixed = *shaped, *SPREAD  # the key says whether they fit
     plain = Role.DTYPE, Role.FORM, Role.FLAG, Role.INTEGER, Role.BOOL
     rows = [(at, slot) for at, slot in tensors if slot.role not in fixed and slot.name != "x"]
     return Parts(
@@ -63,8 +63,8 @@ def parts_of(operands_type: Any) -> Parts:
         itemgetter(*[at for at, _ in tensors]),
         tuple(slot for _, slot in tensors),
         tuple(at for at, slot in tensors if slot.role in shaped),
-        tuple(at for at, slot in tensors if slot.role is Role.TABLE),
-        tuple(at for at, slot in tensors if slot.role is Role.MODULATION),
+        tuple(at for at, slot in tensors if slot.role is Role.CONSTANT),
+        tuple((at, SPREAD[slot.role]) for at, slot in tensors if slot.role in SPREAD),
         tuple((at, slot.role) for at, slot in rows),
     )
 
@@ -74,7 +74,7 @@ def look(operands: Operands, invariance: int = 0) -> tuple[tuple, list[int]]:
     RuntimeError for a tensor that has no memory, such as a transform's. What all tensors share is not in functions of
     its own, because this is most of a call's own host time."""
     kind = type(operands)
-    plain, settings, pick, slots, shaped, tables, modulations, _ = parts_of(kind)
+    plain, settings, pick, slots, shaped, constants, spread_over_rows, _ = parts_of(kind)
     shape = operands.normalized_shape
     for size in shape:
         if type(size) is not int:  # 8.0 and True are equal to integers
@@ -102,12 +102,12 @@ def look(operands: Operands, invariance: int = 0) -> tuple[tuple, list[int]]:
     for at in shaped:
         if operands[at] is not None:
             key.append(operands[at].shape)
-    for at in tables:
+    for at in constants:
         if operands[at] is not None and operands[at].requires_grad:
             raise NotPrepared
-    for at in modulations:
+    for at, part in spread_over_rows:
         if operands[at] is not None:
-            key.append(_modulation(operands[at], operands))
+            key.append(part(operands[at], operands))
     if bits % ALIGNMENT:
         key += [address % ALIGNMENT == 0 for address in addresses]
     return tuple(key), addresses
@@ -162,13 +162,8 @@ def _statistic(tensor: Tensor, _: Operands) -> tuple:
 
 def _modulation(tensor: Tensor, operands: Operands) -> tuple:
     """Which batch dims of x it has whole, how many rows of x share one of its rows, and how its rows lie as one for
-    each row of x; of a table, how its rows lie."""
+    each row of x."""
     shape, ndim = operands.x.shape, len(operands.normalized_shape)
-    if hasattr(operands, "row_index"):
-        table = row_view(tensor, 1) if tensor.shape[1:] == shape[len(shape) - ndim :] else None
-        if table is None:
-            raise NotPrepared
-        return len(tensor), *table[1:]
     view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
     if view is None:
         raise NotPrepared
@@ -176,21 +171,31 @@ def _modulation(tensor: Tensor, operands: Operands) -> tuple:
     return shared.whole, shared.rows, view[1:]
 
 
+def _table(tensor: Tensor, operands: Operands) -> tuple:
+    shape = operands.x.shape
+    view = row_view(tensor, 1) if tensor.shape[1:] == shape[len(shape) - len(operands.normalized_shape) :] else None
+    if view is None:
+        raise NotPrepared
+    return len(tensor), *view[1:]
+
+
 def _copied(tensor: Tensor, _: Operands) -> tuple:
     raise NotPrepared
 
 
+# What is read for each row of x, and has another shape: how it lies in memory.
+SPREAD = {Role.MODULATION: _modulation, Role.TABLE: _table}
 # How tensors that are not contiguous lie in memory.
 LAYOUTS = {
     Role.ROWS: _rows,
     Role.STATISTIC: _statistic,
     Role.PARAMETER: _copied,
     Role.PACKED_ROWS: _copied,
-    Role.MODULATION: lambda *_: None,  # `_modulation` says it
+    **dict.fromkeys(SPREAD, lambda *_: None),  # which says it
     Role.COLUMNS: _copied,
     Role.INDEX: _copied,
     Role.STRIDED: lambda tensor, _: tensor.stride(),
-    Role.TABLE: lambda tensor, _: tensor.stride(),
+    Role.CONSTANT: lambda tensor, _: tensor.stride(),
 }
 SETTINGS = {Role.EPS: _eps, Role.MASK: tuple, Role.COUNT: _count}
 EXTENTS = {

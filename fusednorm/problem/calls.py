@@ -16,7 +16,7 @@ from ..planner import limits
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import MOST_CTAS
 from ..settings import invariance
-from .outputs import groups_of, output_dtype, resolve_eps, stats_shape, steps_of
+from .outputs import output_dtype, resolve_eps, stats_shape, steps_of
 from .rows import RowView, Sharing, is_tma_aligned, packed, row_view, row_view_or_copy, sharing, spread, statistic
 from .validation import validate
 
@@ -41,7 +41,7 @@ class Added(NamedTuple):
     @property
     def is_of_rows(self) -> bool:
         """Whether it has a row for each of x."""
-        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_samples
+        return self.role in (Role.ROWS, Role.MODULATION, Role.TABLE) and not self.is_of_samples
 
     def with_tensor(self, tensor: Any) -> Added:
         return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)
@@ -133,7 +133,7 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
     if eps is not None and not isinstance(eps, (Real, Tensor)):
         raise TypeError(f"{operands.op}: eps must be a number, got {eps!r}")
     normalized_shape = x.shape[len(batch_shape) :]  # the same sizes as torch's own integers
-    width, groups = math.prod(normalized_shape), groups_of(operands)
+    width, groups = math.prod(normalized_shape), operands.groups
     view = row_view_or_copy(x, len(batch_shape), width)
     added, outputs, sample_rows = _added(operands, len(batch_shape), width)
     views = _views((view,), [each for each in added if not each.is_of_samples])
@@ -184,10 +184,10 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
     grad_view, view = row_view_or_copy(grad_out, batch_ndim, width), row_view_or_copy(x, batch_ndim, width)
     added, outputs, sample_rows = _added(operands, batch_ndim, width)
     views = _views((view, grad_view), [each for each in added if not each.is_of_samples])
-    cols = width // groups_of(operands)
+    cols = width // operands.groups
     wants_dx, wants_dw, wants_db = output_mask[:3]
     more = _beside(added, outputs) | _gradients(added, outputs, wants_dx)
-    places = [getattr(operands, name) for name in ("width", "x_at", "gate_at")] if hasattr(operands, "width") else []
+    places = [getattr(operands, name) for name in ("width", "x_at", "gate_at")] if operands.width else []
     if places and wants_dx:
         more |= {"rows_out": (x.dtype,), "stored": (0, 1)}
     if places and not (wants_dx and places[0] > 2 * width):  # nothing reads `rest`
@@ -251,15 +251,14 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
     batch_shape = x.shape[:batch_ndim]
     modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
-    has_tables = hasattr(operands, "row_index")
-    by_batch = [each for each in modulations if each[1] is not None and not has_tables]
-    shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in by_batch}
+    present = [each for each in modulations if each[1] is not None]
+    shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in present}
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
     parts = _parts_of(sample_rows) if is_forward else 1
     sample_rows //= parts
     unfit = sample_rows and sample_rows < limits.least_rows_of_sample
-    wide = any(each is not None and each.element_size() > x.element_size() for _, each in modulations)
+    wide = any(each.element_size() > x.element_size() for _, each in present)
     if is_forward and (unfit or (operands.form.combine and not wide) or invariance.switch.invariance()):
         shared, dims, sample_rows, parts = {}, 0, 0, 1
 
@@ -271,7 +270,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return None
         if role is Role.ROWS:
             return row_view_or_copy(value, batch_ndim, cols)
-        if role is Role.MODULATION and has_tables:
+        if role is Role.TABLE:
             return row_view_or_copy(value, 1, cols)._replace(table_rows=len(value))
         if role is Role.MODULATION:
             is_shared = slot.name in shared and shared[slot.name].is_by_sample
@@ -284,7 +283,6 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return (is_forward and row_view(rows, len(read_by))) or row_view_or_copy(rows, len(read_by), cols)
         return statistic(value) if role is Role.STATISTIC else packed(value)
 
-    of_rows = {Role.MODULATION: Role.ROWS} if has_tables else {}
     outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
@@ -293,9 +291,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             if slot.role is Role.COUNT or not slot.role.is_by_name
         ),
         tuple(
-            Added(name, role, output_dtype(operands, each) if want else None, shared.get(like, Sharing()))
-            for each, want in outputs
-            for name, role, like in [(each.name, of_rows.get(each.role, each.role), each.like)]
+            Added(of.name, of.role, output_dtype(operands, of) if want else None, shared.get(of.like, Sharing()))
+            for of, want in outputs
         ),
         sample_rows,
     )

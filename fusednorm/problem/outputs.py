@@ -49,7 +49,7 @@ def steps_of(operands: Operands) -> Steps | None:
     """None if the form does not round its steps."""
     if not operands.form.rounds_steps:
         return None
-    gate, scale = getattr(operands, "gate", None), operands.scale.dtype
+    gate, scale = operands.gate, operands.scale.dtype
     of_sum = [output_dtype(operands, each) for each in operands.outputs[OWN_OUTPUTS:]]
     row = of_sum[0] if of_sum else operands.x.dtype
     branch = operands.x.dtype if gate is None else torch.promote_types(operands.x.dtype, gate.dtype)
@@ -64,7 +64,3 @@ def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
 def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int], groups: int = 1) -> tuple[int, ...]:
     """The shape of mean and rstd, [*batch, 1, ..., groups], for one group as ATen shapes them."""
     return (*batch_shape, *(1 for _ in normalized_shape[1:]), groups)
-
-
-def groups_of(operands: Operands) -> int:
-    return getattr(operands, "groups", 1)

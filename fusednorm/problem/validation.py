@@ -14,7 +14,6 @@ from torch import Tensor
 from ..dtypes import FLOAT_DTYPES
 from ..forms import CHOICES, PLAIN
 from ..operands import Operands, Role, op_mask
-from .outputs import groups_of
 
 FLOATS = "float16, bfloat16, float32 or float64"
 
@@ -54,7 +53,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
         if needs and getattr(operands, needs) is None:
             raise RuntimeError(f"{op}: {name} must come with {needs}, which is None")
         if role is Role.STATISTIC:
-            _require_statistic(op, name, value, math.prod(batch_shape) * groups_of(operands), device)
+            _require_statistic(op, name, value, math.prod(batch_shape) * operands.groups, device)
         elif role is Role.COUNT:
             _require_place(op, operands, math.prod(normalized_shape))
         elif role is Role.COLUMNS:
@@ -63,7 +62,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
                 require(op, name, value, wanted, device)
         elif role is Role.INDEX:
             _require_index(op, value, batch_shape, device)
-        elif role is Role.MODULATION and hasattr(operands, "row_index"):
+        elif role is Role.TABLE:
             require_strided(op, name, value)
             table_rows = table_rows or value.shape[:1]
             require(op, name, value, (*table_rows, *normalized_shape), device)

@@ -95,9 +95,7 @@ class Call:
         return self.shape[len(self.shape) - self.normalized_ndim :]
 
     def modulation_shape(self, name: str) -> tuple[int, ...]:
-        """Some of the first batch dims, whole or 1; or the rows of a table."""
-        if "row_index" in self.dtypes:
-            return (TABLE_ROWS + self.seed % TABLE_ROWS, *self.normalized_shape)
+        """Some of the first batch dims, whole or 1."""
         rng, batch = random.Random(f"{self.seed} {name}"), self.shape[: len(self.shape) - self.normalized_ndim]
         lead = batch[: rng.randint(0, len(batch))]
         return (*(rng.choice((size, size, 1)) for size in lead), *self.normalized_shape)
@@ -126,6 +124,8 @@ class Call:
                 shape = self.normalized_shape if slot.role is Role.PARAMETER else self.shape
                 if slot.role is Role.MODULATION:
                     shape = self.modulation_shape(slot.name)
+                elif slot.role is Role.TABLE:
+                    shape = (TABLE_ROWS + self.seed % TABLE_ROWS, *self.normalized_shape)
                 elif slot.role is Role.COLUMNS:
                     shape = (*self.shape[:-1], self.given["width"] - 2 * self.shape[-1])
                 tensor = fill(shape, self.values[slot.name], self.dtypes[slot.name], generator)
@@ -194,7 +194,7 @@ def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall | Looku
     dtypes, layouts, given = _of_family(of_family, op, math.prod(normalized), strided)
     tensors = [slot for slot in op.arguments if slot.role.is_tensor and slot.role is not Role.STATISTIC]
     setting = of_family.choice(SETTINGS)
-    if any(slot.role is Role.MODULATION for slot in op.arguments) and not op.slot("row_index"):
+    if any(slot.role is Role.MODULATION for slot in op.arguments):
         setting = setting and -1  # blocks of ordered sums must hold whole samples
     most_rows = elements_of(each, most_elements) // max(1, math.prod(normalized))
     if setting and setting > 0:
@@ -243,7 +243,7 @@ def _of_family(rng: random.Random, op: Op, cols: int, strided: bool) -> tuple[di
             absent = slot.optional and rng.random() < 0.2
             dtypes[slot.name] = None if absent else of_x if same or slot.name == "x" else rng.choice(DTYPES)
             is_rows = slot.role is not Role.PARAMETER
-            of_slot = list(ANY_RANK) if slot.role is Role.MODULATION else names
+            of_slot = list(ANY_RANK) if slot.role in (Role.MODULATION, Role.TABLE) else names
             layouts[slot.name] = rng.choice(of_slot) if is_rows and rng.random() < 0.6 else "contiguous"
         elif slot.role is Role.EPS:
             given[slot.name] = rng.choice((1e-5, 1e-6, 1e-12, 1e-3, 0.0, *[None] * slot.optional))

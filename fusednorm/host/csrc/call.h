@@ -130,8 +130,8 @@ class Call {
         key.push_back(tensor.dim() ? tensor.sizes().back() : 0);
         break;
       case Role::STRIDED:
-      case Role::TABLE:
-        key.push_back(tensor.dim() << 1 | (slot.role == Role::TABLE && tensor.requires_grad()));
+      case Role::CONSTANT:
+        key.push_back(tensor.dim() << 1 | (slot.role == Role::CONSTANT && tensor.requires_grad()));
         key.append(tensor.sizes().begin(), tensor.sizes().end());
         if (!contiguous) key.append(tensor.strides().begin(), tensor.strides().end());
         break;

@@ -329,7 +329,7 @@ PYBIND11_MODULE(_native, module) {
       .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
       .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME)
       .value("GROUPS", Role::GROUPS).value("COLUMNS", Role::COLUMNS)
-      .value("STRIDED", Role::STRIDED).value("TABLE", Role::TABLE).value("INTEGER", Role::INTEGER);
+      .value("STRIDED", Role::STRIDED).value("CONSTANT", Role::CONSTANT).value("INTEGER", Role::INTEGER);
   py::enum_<Number>(module, "Number")
       .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
       .value("SAMPLES", Number::SAMPLES);

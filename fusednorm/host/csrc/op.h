@@ -20,9 +20,9 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-// A STRIDED tensor may have any shape and strides, which are in the key of a call; a TABLE is one without a gradient.
+// A STRIDED tensor may have any shape and strides, which are in the key of a call; a CONSTANT is one without a gradient.
 enum class Role {
-  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, COLUMNS, STRIDED, TABLE,
+  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, COLUMNS, STRIDED, CONSTANT,
   NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS, INTEGER
 };
 
