@@ -68,7 +68,7 @@ def find_behind(norm: Written) -> Iterator[Joined]:
         residual = terms[terms[0] is product] if product in terms else None
     view = factor if _is_view(factor) else None
     gate = uncast(view.args[0] if view else factor)
-    is_tanh = getattr(gate, "target", None) in TANH
+    is_tanh = getattr(gate, "target", None) in TANH and bool(gate.args)
     gate, view = (gate.args[0], view) if is_tanh else (uncast(factor), None)
     if not has_shape_of(residual, x) or not is_float(gate) or not _is_modulation(view or gate, x):
         return

@@ -10,6 +10,7 @@ Only norms whose result needs a gradient are found. Any of these values may be c
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -139,8 +140,7 @@ def _is_taken(x: Node) -> bool:
 
 def memory_written_in(graph: Graph) -> set[int]:
     """The memory that code of the graph writes in place."""
-    written = {_memory_of(each) for node in graph.nodes if _writes(node) for each in node.all_input_nodes[:1]}
-    return written - {None}
+    return {_memory_of(each) for node in graph.nodes for each in _written_by(node)} - {None}
 
 
 def reads_any(memory: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
@@ -161,9 +161,17 @@ def _memory_of(node: Node) -> int | None:
     return value.untyped_storage()._cdata if is_dense else None
 
 
-def _writes(node: Node) -> bool:
+def _written_by(node: Node) -> list[Node]:
+    """The tensors that a call writes in place."""
+    if not node.op.startswith("call"):
+        return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op.startswith("call") and (name.endswith("_") or name in IN_PLACE)
+    parameters = inspect.signature(node.target).parameters if inspect.isfunction(node.target) else ()
+    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    if name.endswith("_") or name in IN_PLACE or given.get("inplace"):
+        return node.all_input_nodes[:1]
+    out = node.kwargs.get("out")
+    return [out] if isinstance(out, Node) else list(out or ())
 
 
 def _weight(factor: Node) -> tuple[Node, float]:
@@ -189,7 +197,9 @@ def _is_row(node: Node, x: Tensor) -> bool:
 
 
 def kind_of(node: Any) -> str | None:
-    return KINDS.get(node.target) if isinstance(node, Node) and node.op in ("call_function", "call_method") else None
+    """None also for a call that is not given its first tensor by position, or that writes into another one."""
+    is_call = isinstance(node, Node) and node.op in ("call_function", "call_method")
+    return KINDS.get(node.target) if is_call and node.kwargs.keys().isdisjoint({"input", "out"}) else None
 
 
 def value_of(node: Any) -> Any:

@@ -415,6 +415,10 @@ def mochi(x, residual, gate, norm):
     return norm(x) * torch.tanh(gate).unsqueeze(1) + residual
 
 
+def tanh_by_name(x, residual, gate, norm):
+    return norm(x) * torch.tanh(input=gate).unsqueeze(1) + residual
+
+
 def without_tanh(x, residual, gate, norm):
     return residual + norm(x) * gate[:, None]
 
@@ -423,7 +427,7 @@ def behind_at_once(x, residual, gate, norm):
     return torch.addcmul(residual, gate[:, None], norm(x))
 
 
-BEHIND = [lumina, mochi, without_tanh, behind_at_once]
+BEHIND = [lumina, mochi, tanh_by_name, without_tanh, behind_at_once]
 
 
 def stream_behind(x, residual, scale, shift, gate, weight, written=lumina, norm=rms_by_hand):

@@ -175,8 +175,34 @@ def set_in_part(x, weight):
     return (h * torch.rsqrt(mean + EPS) * weight).to(x.dtype)
 
 
+def operand_by_name(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(input=torch.square(input=h).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def square_by_name(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(torch.square(input=h).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def written_as_out(x, weight):
+    with torch.no_grad():
+        h = x.float() * 1
+        rstd = torch.rsqrt(mean_square(h) + EPS)
+        torch.add(h, 1, out=h)
+    return (h * rstd * weight).to(x.dtype) + x
+
+
+def written_by_relu(x, weight):
+    with torch.no_grad():
+        h = x.float() * 1
+        rstd = torch.rsqrt(mean_square(h) + EPS)
+        nn.functional.relu(h, True)
+    return (h * rstd * weight).to(x.dtype) + x
+
+
 NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
-NOT_FOUND += added_to, set_in_part
+NOT_FOUND += added_to, set_in_part, operand_by_name, square_by_name, written_as_out, written_by_relu
 
 
 @pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
