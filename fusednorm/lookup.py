@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from . import sharding
 from .dtypes import accumulation_dtype
 from .host import torch_compat
 from .host.kernel_devices import runs_kernels
@@ -90,5 +92,17 @@ def _below_autograd(grads: Sequence[Tensor], index: Tensor, rows: int, dtype: to
     return torch_compat.below_autograd(TORCH_OPS.lookup_backward, _run, grads, index, rows, dtype=dtype)
 
 
+def _placements(schema: Any) -> tuple:
+    """As sharding.RULES has them. Rows are sharded as their numbers are."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    *grads, index = schema.args_strategy
+    count, dims, whole = len(grads), len(index.shape), Replicate()
+    found = [(whole, whole, whole), (Partial("sum"), Partial("sum"), whole), (Shard(1), Shard(dims), whole)]
+    found += [(Partial("sum"), Shard(dim), Shard(dim)) for dim in range(dims)]
+    return index, count, [[sums] * count + [rows] * count + [numbers] for sums, rows, numbers in found]
+
+
 _keys = (_run, ("CPU", "CUDA", *ELSEWHERE)), (_above, ("Autograd", "FuncTorchBatchedDecomposition"))
 define(SCHEMA, _fake, *_keys, (formula, ("Batched",)))
+sharding.RULES["lookup_backward"] = _placements

@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .namespace import NAMESPACE, TORCH_OPS
-from .operands import OPS, TRANSLATIONS, Role, operands_of, wanted_outputs
+from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
-HEAD_NORMS = "head_norm_fwd", "head_norm_bwd", "head_norm_bwd_packed"
+# By the name of an op that takes and returns lists, from a schema: one of the tensors, the number of outputs, and the
+# placements of these and of all tensors, a list for each way.
+RULES: dict[str, Callable] = {}
 
 _registered: set[str] = set()  # ops that have rules, or whose rules are missing
 missing: list[str] = []  # rules that could not be registered, with torch's error
@@ -39,10 +41,9 @@ def register_where_needed() -> None:
 
 def register() -> None:
     """Register the rules with torch.distributed.tensor, once per process and op."""
-    if len(_registered) == len(OPS) + 2 + len(HEAD_NORMS):
+    if len(_registered) == len(OPS) + len(RULES):
         return
-    of_norms = (_add_norm, tuple(OPS)), (_add_head_norm, HEAD_NORMS)
-    for add, ops in *of_norms, (_add_column_sum, ("column_sum",)), (_add_lookup, ("lookup_backward",)):
+    for add, ops in (_add_norm, OPS), (_add_of_lists, RULES):
         new = [name for name in ops if name not in _registered]
         _registered.update(new)
         try:
@@ -56,7 +57,7 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
     """(outputs, operands, dims): the placement of each output and operand by name if x is sharded along one of its
     first `dims` dims; that of a modulation is a tuple with one for each of these. The placement of an output that is
     not computed is None. An operand that is None has no entry."""
-    name = op._schema.name.removeprefix(f"{NAMESPACE}::")
+    name = _name(op)
     row, operands = OPS[name], {}
     given = dict(zip((slot.name for slot in row.arguments), args)) | kwargs  # noqa: B905  defaults are left out
     x = given["x"]
@@ -89,6 +90,10 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
         else:
             outputs[output.name] = SUM if output.role is Role.PARAMETER else ROWS
     return outputs, operands, dims
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    return op._schema.name.removeprefix(f"{NAMESPACE}::")
 
 
 def _add_norm(op: torch._ops.OpOverload) -> None:
@@ -143,87 +148,22 @@ def _placements(placed: Iterable[str | tuple[str, ...] | None], rows, dim: int) 
     return [placements[each[dim] if isinstance(each, tuple) else each] for each in placed]
 
 
-def _add_column_sum(op: torch._ops.OpOverload) -> None:
-    """Register column_sum. Sums are linear: sharded rows or partial inputs give partial sums, and sharded columns give
-    sums sharded alike."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    def rules(schema):
-        inputs = schema.args_strategy
-        last, total = len(inputs[0].shape) - 1, schema.kwargs_schema.get("total", False)
-        outputs = 1 if total else len(inputs)
-        pairs = [(Replicate(), Replicate()), (Partial("sum"), Partial("sum")), (Shard(0), Shard(last))]
-        pairs += [(Partial("sum"), Shard(dim)) for dim in range(last)]
-        return inputs[0], outputs, [[output] * outputs + [input] * len(inputs) for output, input in pairs]
-
-    _add_of_lists(op, rules, 1)
-
-
-def _add_lookup(op: torch._ops.OpOverload) -> None:
-    """Register the gradients of tables, which are sums, too. Rows are sharded as their numbers are."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    def rules(schema):
-        *grads, index = schema.args_strategy
-        count, dims, whole = len(grads), len(index.shape), Replicate()
-        found = [(whole, whole, whole), (Partial("sum"), Partial("sum"), whole), (Shard(1), Shard(dims), whole)]
-        found += [(Partial("sum"), Shard(dim), Shard(dim)) for dim in range(dims)]
-        return index, count, [[sums] * count + [rows] * count + [numbers] for sums, rows, numbers in found]
-
-    _add_of_lists(op, rules, 2)
-
-
-def _add_head_norm(op: torch._ops.OpOverload) -> None:
-    """Register a norm of heads. Where all tensors are sharded along one dim that is not normalized, such as that of
-    heads of a norm each, cos and sin are sharded with them if they have the dim, and replicated if it is broadcast."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.utils._pytree import tree_leaves
-
-    name = op._schema.name.removeprefix(f"{NAMESPACE}::")
-    by = TRANSLATIONS[name]
-
-    def rules(schema):
-        pairs = zip(schema.args_schema, by.lists, strict=False)
-        given = operands_of(name, [tree_leaves(each) if len(names) > 1 else each for each, names in pairs], {})
-        x, k, grouped = given.x, getattr(given, "k", given.x), getattr(given, "grouped", None)
-        ndim = len(x.shape) + (0 if grouped is None else 1 + grouped)  # of q
-        operands = [(slot.role, getattr(given, slot.name)) for slot in given.slots if slot.role.is_tensor]
-        operands = [(role, each) for role, each in operands if each is not None]
-        outputs = [each.role for each, wanted in zip(given.outputs, wanted_outputs(given), strict=True) if wanted]
-
-        def placed(role: Role, each, dim: int):
-            if role is Role.STRIDED:
-                return Shard(dim)
-            at = dim - ndim + len(each.shape)  # a table is broadcast from the last dim
-            return Shard(at) if role is Role.CONSTANT and at >= 0 and each.shape[at] > 1 else Replicate()
-
-        found = [[Replicate()] * (len(outputs) + len(operands))]
-        of_parameters = [tuple(each.shape) for role, each in operands if role is Role.PARAMETER]
-        whole = grouped is None and any(shape != tuple(x.shape[-1:]) for shape in of_parameters)
-        for dim in range(len(x.shape) - 1 - whole if len(x.shape) == len(k.shape) else 0):
-            of_outputs = [Partial("sum") if role is Role.PARAMETER else Shard(dim) for role in outputs]
-            found.append([*of_outputs, *(placed(*each, dim) for each in operands)])
-        return x, len(outputs), found
-
-    _add_of_lists(op, rules, by.names.index("eps"))
-
-
-def _add_of_lists(op: torch._ops.OpOverload, rules: Callable, static: int) -> None:
-    """Register an op that takes and returns lists. `rules` gives, for a schema, one of the tensors, the number of
-    outputs, and the placements of these and of all tensors, a list for each way. `static` is the first argument that is
-    no tensor."""
+def _add_of_lists(op: torch._ops.OpOverload) -> None:
+    """Register by the way that has lists."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
     def strategy(schema):
-        tensor, outputs, found = rules(schema)
+        tensor, outputs, found = RULES[_name(op)](schema)
         expanded = expand_to_full_mesh_op_strategy(tensor.mesh, schema, found, input_index=outputs)
         if outputs == 1:  # the op returns a list even for one tensor
             for each in expanded.strategies:
                 each.output_specs = (each.output_specs,)
         return expanded
 
-    kwargs = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    arguments = op._schema.arguments
+    static = next(at for at, each in enumerate(arguments) if "Tensor" not in str(each.type))
+    kwargs = [each.name for each in arguments if each.kwarg_only]
     register: Callable = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
     register(op, strategy, RuntimeSchemaInfo(static, kwargs, needs_pytree=True))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +135,19 @@ def _below_autograd(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | 
     return torch_compat.below_autograd(TORCH_OPS.column_sum, _run, inputs, total=total, dtype=dtype)
 
 
+def _placements(schema: Any) -> tuple:
+    """As sharding.RULES has them. Sums are linear: sharded rows or partial inputs give partial sums, and sharded
+    columns give sums sharded alike."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    inputs = schema.args_strategy
+    last, outputs = len(inputs[0].shape) - 1, 1 if schema.kwargs_schema.get("total", False) else len(inputs)
+    pairs = [(Replicate(), Replicate()), (Partial("sum"), Partial("sum")), (Shard(0), Shard(last))]
+    pairs += [(Partial("sum"), Shard(dim)) for dim in range(last)]
+    return inputs[0], outputs, [[output] * outputs + [input] * len(inputs) for output, input in pairs]
+
+
 # An empty list has no device: `_run` raises for it. "Batched" is the key of torch.autograd's older vmap.
 _keys = (_run, ELSEWHERE), (_above, ("Autograd", "FuncTorchBatchedDecomposition")), (formula, ("Batched",))
 define(SCHEMA, _fake, *_keys)
+sharding.RULES["column_sum"] = _placements

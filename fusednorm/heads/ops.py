@@ -30,13 +30,15 @@ Errors
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
-from .. import autograd
+from .. import autograd, sharding
 from ..operands import Operands, as_op
 from .operands import OPS
 from .problem import check
 from .reference import formula
+from .sharding import placements
 
 if TYPE_CHECKING:
     from ..host.prepared import Miss
@@ -51,3 +53,4 @@ def launch(operands: Operands, miss: Miss | None) -> Launched:
 
 for _name, _op in OPS.items():
     autograd.add(_op, as_op(_name, formula), check, launch)
+    sharding.RULES[_name] = functools.partial(placements, _name)

@@ -69,10 +69,7 @@ class Heads(NamedTuple):
 
 def spans_heads(of_head: torch.Size, parameters: Sequence[Tensor | None]) -> bool:
     """Whether a parameter is for all heads of a token."""
-    for each in parameters:
-        if isinstance(each, Tensor) and each.shape != of_head:
-            return True
-    return False
+    return any([getattr(each, "shape", of_head) != of_head for each in parameters])
 
 
 def heads_of(operands: Operands) -> Heads:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "layers": {"functional", "host"},
     "nodes": {"autograd", "forms", "functional", "host", "namespace", "operands", "problem"},
     "functional": {"autograd", "dtypes", "forms", "host", "operands", "problem"},
-    "lookup": {"dtypes", "host", "namespace", "ops"},
+    "lookup": {"dtypes", "host", "namespace", "ops", "sharding"},
     "autograd": {
         *("dtypes", "forms", "host", "lookup", "namespace", "operands", "ops", "problem", "reference", "settings"),
         "sharding",
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "columns": {"dtypes", "host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},
     "heads": {
         *("autograd", "dtypes", "forms", "functional", "host", "kernels", "operands", "planner", "problem"),
-        *("reference", "settings"),
+        *("reference", "settings", "sharding"),
     },
     "dtypes": set(),
     "forms": set(),
