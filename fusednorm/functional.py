@@ -364,7 +364,7 @@ def groups_of(op: str, group_size: int, cols: int) -> int:
         raise TypeError(f"{op}: group_size must be an integer, got {group_size!r}")
     if group_size < 1 or cols % group_size:
         raise RuntimeError(f"{op}: group_size must divide the {cols} columns, got {group_size}")
-    return cols // group_size
+    return max(1, cols // group_size)
 
 
 def gated_op(norm: str, norm_before_gate: bool) -> str:

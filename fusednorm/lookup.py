@@ -9,6 +9,7 @@ out. On CPUs ATen adds up, and raises for such a number.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -32,7 +33,8 @@ SCHEMA = "lookup_backward(Tensor[] grads, Tensor index, SymInt rows, *, ScalarTy
 def gradients(grads: Sequence[Tensor], index: Tensor, tables: Sequence[Tensor]) -> list[Tensor]:
     """Those of tables, from a gradient for each row of x: all by one sort of the index."""
     dtype = functools.reduce(torch.promote_types, [each.dtype for each in tables])
-    rows = [each.reshape(*index.shape, -1) for each in grads]
+    cols = math.prod(tables[0].shape[1:])
+    rows = [each.reshape(*index.shape, cols) for each in grads]
     sums = TORCH_OPS.lookup_backward(rows, index, tables[0].shape[0], dtype=dtype)
     return [each.to(of.dtype).reshape(of.shape) for each, of in zip(sums, tables, strict=True)]
 

@@ -99,7 +99,7 @@ def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Column
     (x, x_end), (gate, gate_end) = ranges
     fits = 0 <= x < x_end <= width and 0 <= gate < gate_end <= width and x_end - x == gate_end - gate
     if not fits or (x < gate_end and gate < x_end):
-        rule = f"x and gate must be ranges of equally many of the {width} columns that do not overlap"
+        rule = f"x and gate must be ranges of equally many of the {width} columns, at least one, that do not overlap"
         raise RuntimeError(f"{op}: {rule}, got {ranges[0]} and {ranges[1]}")
     return (x, x_end), (gate, gate_end)
 

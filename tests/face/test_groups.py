@@ -107,6 +107,8 @@ def test_what_does_not_divide_the_columns_is_refused():
             fusednorm.rms_norm_gated(x, gate, weight, group_size=size)
         with pytest.raises(RuntimeError, match=f"^RMSNormGated: group_size must divide the {COLS} columns, got {size}"):
             fusednorm.RMSNormGated(COLS, group_size=size)
+    none = torch.ones(2, 0)
+    assert torch.equal(fusednorm.rms_norm_gated(none, none, group_size=4), none)
     with pytest.raises(TypeError, match=re.escape("rms_norm_fwd_times_gate: group_size must be an integer, got 8.0")):
         fusednorm.rms_norm_gated(x, gate, weight, group_size=8.0)
     with pytest.raises(RuntimeError, match=f"^rms_norm_fwd_of_gated: groups must divide the {COLS} columns, got -3$"):

@@ -218,6 +218,13 @@ def test_gradients_of_a_table_have_derivatives():
     torch.testing.assert_close(jacobian, torch.autograd.grad(modulated(table, index), table)[0])
 
 
+@pytest.mark.parametrize("rows", [(0,), (2, 0)])
+def test_tables_that_no_row_reads_have_gradients_of_zeros(rows):
+    x, tables = draw(*rows, COLS), [draw(4, COLS, seed=at).requires_grad_() for at in (1, 2)]
+    y = fusednorm.ada_layer_norm(x, *tables, index=torch.zeros(rows, dtype=torch.int64))
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), tables), map(torch.zeros_like, tables)))
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_norm_with_a_table_keeps_its_rows_and_no_row_of_x_for_its_backward(norm):
     x, index = draw(2, 30, COLS, seed=1).requires_grad_(), torch.zeros(2, 30, dtype=torch.int64)
