@@ -49,7 +49,7 @@ class FormSpec(NamedTuple):
     combine: str = ""  # a name among COMBINE
     rounds_sum: bool = True  # whether the sum that is normalized is the one that is stored
     weight_offset: float = 0.0  # added to the weight in the accumulation dtype, if there is a weight
-    rounds_x_hat: bool = False  # to x's dtype, before the weight; u likewise, before a gate (tiles.rounds_u)
+    rounds_x_hat: bool = False  # to x's dtype, before the weight; u likewise, before a gate
     modulate: str = ""  # a name among MODULATE
     finish: str = ""  # a name among FINISH
     activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
@@ -85,6 +85,11 @@ class FormSpec(NamedTuple):
     @property
     def activates(self) -> bool:
         return COMBINE[self.combine].activates or FINISH[self.finish].activates
+
+    @property
+    def rounds_u(self) -> bool:
+        """Whether u is rounded before a gate, to the promoted dtype of x, weight and bias, if that has 16 bits."""
+        return self.rounds_x_hat and FINISH[self.finish].activates
 
     @property
     def late(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from . import autograd
-from .dtypes import FLOAT_DTYPES
+from .dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
@@ -375,12 +375,17 @@ def gated_op(norm: str, norm_before_gate: bool) -> str:
 OF_WIDE_SUM = {f"{norm}_norm_fwd_of_sum": f"{norm}_norm_fwd_of_wide_sum" for norm in ("layer", "rms")}
 
 
+def op_of_sum(op: str, dtype: torch.dtype, residual_dtype: torch.dtype) -> str:
+    """The op of a form of these dtypes."""
+    return OF_WIDE_SUM.get(op, op) if residual_dtype.itemsize > dtype.itemsize else op
+
+
 def of_form(op, x, rows, weight, bias, eps, normalized_shape, weight_offset, rounding, more=()):
     """What the op of a form returns without the statistics. more: the op's last settings."""
     if normalized_shape is None:
         normalized_shape = shape_of(x, weight, bias)
     if op in OF_WIDE_SUM and isinstance(x, Tensor) and isinstance(rows[0], Tensor) and rows[0].dtype is not x.dtype:
-        op = OF_WIDE_SUM[op] if rows[0].dtype.itemsize > x.dtype.itemsize else op
+        op = op_of_sum(op, x.dtype, rows[0].dtype)
     given = (x, normalized_shape, *rows, weight, bias, eps, weight_offset, ROUNDINGS.get(rounding), None, *more)
     outputs = native.y_of(op, given)
     if outputs is not None:
@@ -439,7 +444,7 @@ _AUTOCASTS = {norm: torch_compat.has_autocast_rule(f"aten::{norm}_norm") for nor
 
 def _upcast(tensor: Tensor | None) -> Tensor | None:
     """Apply autocast's float32 rule: 16-bit floats become float32, everything else stays."""
-    return tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor is not None and tensor.dtype in SIXTEEN_BITS else tensor
 
 
 def _is_mixture(input: Tensor, *parameters: Tensor | None) -> bool:

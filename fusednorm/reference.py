@@ -153,7 +153,7 @@ def forward_formula(operands: Operands) -> Outputs:
     x_hat, mean, rstd = normalized(h, dims, operands.norm == "layer", operands.eps)
     x_hat = rounded(x_hat, x.dtype) if form.rounds_x_hat else x_hat
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
-    if form.rounds_x_hat and form.finish == "gate":
+    if form.rounds_u:
         present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
         promoted = reduce(torch.promote_types, present, x.dtype)
         u = rounded(u, promoted) if promoted.itemsize == 2 else u

@@ -1,9 +1,9 @@
 """Sharding rules of the ops for DTensors. PyTorch's own engine expands the rules over a device mesh.
 
 Rows are independent. If x is sharded along a dim that is not normalized, each rank runs the op on its own rows, and
-dweight and dbias come out as partial sums (Partial), which their reader reduces. weight and bias must be replicated. A
-modulation is sharded as x along the batch dims that it has whole, and is like a parameter along all others. If x is
-sharded along a normalized dim, it is redistributed first, as for ATen's norms.
+dweight and dbias come out as partial sums (Partial), which their reader reduces. weight, bias and tables must be
+replicated. A modulation is sharded as x along the batch dims that it has whole, and is like a parameter along all
+others. If x is sharded along a normalized dim, it is redistributed first, as for ATen's norms.
 
 This module imports torch.distributed only after the program itself has imported torch.distributed.tensor. The names it
 uses are private or experimental. `register` lists names that the installed torch lacks in `missing`; the ops then raise

@@ -74,7 +74,7 @@ def explain_qk_norm_packed(
 def _explained(op: str, operands: Operands, device: DeviceSpec | None, *packed: Any) -> HeadExplanation:
     """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
     reason = None
-    if not packed and operands.cos is None and heads_of(operands).are_whole:
+    if not packed and heads_of(operands).are_rows:
         reason = "a weight of all heads: a norm of ours for each of q and k"
     else:
         validate(op, heads_of(operands), may_span=not packed)

@@ -73,7 +73,8 @@ def qk_norm(
     )  # fmt: skip
     if not spans_heads(given.x.shape[-1:], given[3:7]):
         return _forward("qk_norm", given)
-    made = _forward("qk_norm", given) if rotary is not None else _of_rows(heads_of(given))
+    heads = heads_of(given)
+    made = _of_rows(heads) if heads.are_rows else _forward("qk_norm", given)
     return made if heads_dim == -2 else tuple([each.transpose(-2, -3).contiguous() for each in made])
 
 
@@ -241,11 +242,10 @@ def _of_rows(heads: Heads) -> tuple[Tensor, ...]:
     """The norms of rows of all heads of a token, which nothing follows: our norm for each of q and k."""
     validate("qk_norm", heads, may_span=True)
     settings = heads.settings
-    op = f"{'layer' if settings.layer else 'rms'}_norm_fwd_affine"
     more = settings.weight_offset, "x_hat" if settings.rounds_x_hat else "once"
     found = []
     for x, *parameters in zip(*heads[:3], strict=True):
         shape = x.shape[-2:]
         whole = [each if each is None else each.reshape(shape) for each in parameters]
-        found.append(functional.of_form(op, x, (), *whole, heads.eps, shape, *more))
+        found.append(functional.of_form(f"{settings.norm}_norm_fwd_affine", x, (), *whole, heads.eps, shape, *more))
     return tuple(found)

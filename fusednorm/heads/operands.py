@@ -18,6 +18,10 @@ class Settings(NamedTuple):
     weight_offset: float = 0.0  # added to the weights
     rounds_x_hat: bool = False  # x_hat is rounded to the input's dtype, and outputs have the promoted dtype
 
+    @property
+    def norm(self) -> str:
+        return "layer" if self.layer else "rms"
+
 
 def _list(argument: str, *names: str, role: Role = Role.STRIDED, optional: bool = True) -> tuple[Slot, ...]:
     return tuple(Slot(name, role, optional, argument=argument) for name in names)

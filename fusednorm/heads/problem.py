@@ -36,6 +36,11 @@ class Heads(NamedTuple):
         return spans_heads(self.inputs[0].shape[-1:], (*self.weights, *self.biases))
 
     @property
+    def are_rows(self) -> bool:
+        """Whether qk_norm runs a norm of rows, of all heads of a token, for each input."""
+        return self.are_whole and self.cos is None
+
+    @property
     def dims(self) -> tuple[int, ...]:
         """The dims that are normalized."""
         return (-2, -1) if self.are_whole else (-1,)

@@ -24,8 +24,8 @@ VECTOR_BYTES = 16  # bytes of one load or store of a thread
 def rounds_u(problem: NormProblem) -> bool:
     """Whether a forward rounds u to x's dtype before its gate: u then has the promoted dtype of x, weight and bias,
     which is x's here, or one with all digits."""
-    of, form = problem.x_dtype, problem.form
-    rounds = problem.is_forward and form.rounds_x_hat and form.finish == "gate" and of.itemsize == 2
+    of = problem.x_dtype
+    rounds = problem.is_forward and problem.form.rounds_u and of.itemsize == 2
     return rounds and {problem.weight_dtype or of, problem.bias_dtype or of} == {of}
 
 

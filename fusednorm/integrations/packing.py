@@ -24,7 +24,7 @@ from ..heads import operands as heads
 from ..heads.call import HeadProblem
 from ..heads.problem import Heads, Packing, Settings, validate
 from ..namespace import TORCH_OPS
-from ..operands import BACKWARD, FORWARD, OPS
+from ..operands import BACKWARD, FORWARD, OPS, WAYS
 from ..planner import limits
 from . import forwards, paying, routing
 from .edits import arguments_of, call_before, dtype_of, is_equal, is_shape
@@ -330,7 +330,7 @@ def _pays(found: Packed) -> bool:
     pairs = (found.q.grad, count), (found.k.grad, kv_count), (found.grad_v, kv_count)
     moved = sum(2 * size for grad, size in pairs if paying.is_computed(grad))
     moved += 2 * (many + kv_count) * paying.is_computed_with(found.gradient)
-    norm = "layer" if found.q.settings.layer else "rms"
+    norm = found.q.settings.norm
     # Norms that rotations.py has joined save the concatenation alone, which reads and writes each element.
     saved = limits.saved_tensors[norm if any(found.q.sums) else "no sums"] if found.q.forward is not None else 2
     return moved < saved * many or not moved
@@ -433,6 +433,6 @@ def _sizes(graph: Graph, sizes: Sequence) -> list[int | Node]:
 
 def _note(found: Packed, direction: str) -> None:
     for part in found.both:
-        op = OPS[f"{'layer' if part.settings.layer else 'rms'}_norm_{'fwd' if direction == FORWARD else 'bwd'}"]
+        op = OPS[f"{part.settings.norm}_norm_{WAYS[direction]}"]
         node = part.forward if direction == FORWARD else part.node
         routing.note(op, part.x.meta["val"], True, REASONS[direction], node.meta, FORM)

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import ops
 from ..dtypes import FLOAT_DTYPES
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
-from ..functional import groups_of as number_of_groups
+from ..functional import groups_of, op_of_sum
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
@@ -82,8 +82,7 @@ class Wanted(NamedTuple):
 
     @property
     def _forward_op(self) -> Op:
-        wide = self.form == "_of_sum" and self.residual_dtype and self.residual_dtype.itemsize > self.dtype.itemsize
-        return OPS[f"{self.norm}_norm_fwd{'_of_wide_sum' if wide else self.form}"]
+        return OPS[op_of_sum(f"{self.norm}_norm_fwd{self.form}", self.dtype, self.residual_dtype or self.dtype)]
 
     @property
     def problem(self) -> NormProblem:
@@ -109,7 +108,7 @@ class Wanted(NamedTuple):
         op, stream = self._forward_op, self.residual_dtype or self.dtype
         given: dict[str, Any] = {"normalized_shape": (self.cols,), "eps": 1e-5} | dict(self.settings)
         if size := given.pop("group_size", None):
-            given["groups"] = number_of_groups(op.name, size, self.cols)
+            given["groups"] = groups_of(op.name, size, self.cols)
         dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
         of_role = {Role.ROWS: stream, Role.MODULATION: self.modulation_dtype or self.dtype}
         for slot in op.inputs:

@@ -78,7 +78,7 @@ def warmup_qk_norm_packed(
 def _warmed(op: str, operands: Operands, device: Any, processes: int | None, *packed: Any) -> int:
     """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
     heads = heads_of(operands)
-    if not packed and operands.cos is None and heads.are_whole:
+    if not packed and heads.are_rows:
         return 0
     validate(op, heads, may_span=not packed)
     device = warm.checked_device(op, device or (None if operands.x.is_meta else operands.x.device))
