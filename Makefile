@@ -38,7 +38,7 @@ test-bench: $(READY)  ## runs the tests of the tools in bench/, without a GPU
 test-gpu: $(READY)  ## runs the tests that need a GPU
 	$(PYTHON) -m pytest -m gpu
 
-test-versions: $(READY)  ## compiles 201 problems with each Triton for each architecture: an hour; VERSIONS="--arch 90"
+test-versions: $(READY)  ## compiles a list of problems with each Triton for each architecture: an hour; VERSIONS="--arch 90"
 	$(PYTHON) tests/versions.py $(VERSIONS)
 
 PART ?= 1/1

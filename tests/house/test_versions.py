@@ -21,7 +21,8 @@ def options(*arguments: str, folder=None):
 def test_the_list_has_both_directions_residuals_parts_of_the_gradients_sums_and_heads():
     problems = list(versions.some_problems())
     norms = [each for each in problems if not isinstance(each, (Sums, HeadCase, Segments))]
-    assert 160 <= len(problems) == len(set(map(str, problems))) <= 213
+    assert len(problems) == len(set(map(str, problems)))
+    assert f"{len(problems)} problems compile" in (versions.ROOT / "README.md").read_text()
     assert all(sum(isinstance(each, kind) for each in problems) >= 10 for kind in (Sums, HeadCase))
     assert {each.direction for each in norms} == {"forward", "backward"}
     assert any(each.residual_dtype for each in norms) and any(each.wants_dw and not each.wants_dx for each in norms)
