@@ -76,19 +76,18 @@ def no_room(problem: NormProblem, device: DeviceSpec) -> str:
 
 
 def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:
-    """What a table says of the problem's width or the nearest one. Where the plan of that cannot run, that of the next
-    one is taken, and in the end what the model says. None if no table can answer."""
+    """What a table says of the problem's width or of the nearest one whose plan can run. Where none can, the model's is
+    taken. None if no table can answer."""
+    sms = device.leaving(0).sm_count
     for known in table.of_device(device, problem):
-        found, widths, fewest, sms, near = [], [], 1.0, device.leaving(0).sm_count, known.lookup(problem)
-        for most, text in near[0][1] if near else ():
-            per_sm = max(fewest, min(most, limits.compared_rows_per_sm[-1]))
-            texts = text, *(at(ranges, per_sm) for _, ranges, _ in near[1:])
-            plans = (
-                (f"{cols} columns ({day})", _adapted(from_text(each), cols, round(sms * per_sm), problem, device))
-                for (cols, _, day), each in zip(near, texts, strict=True)
-            )
-            width, plan = next((each for each in plans if each[1]), ("", None))
-            widths += [width] if plan and width not in widths else []
+        found, widths, fewest, near = [], {}, 1.0, known.lookup(problem)
+        for most in sorted({most for _, ranges, _ in near for most, _ in ranges}):
+            rows = round(sms * max(fewest, min(most, limits.compared_rows_per_sm[-1])))
+            asked = ((from_text(at(ranges, most)), cols, f"{cols} columns ({day})") for cols, ranges, day in near)
+            plans = ((_adapted(plan, cols, rows, problem, device), width) for plan, cols, width in asked)
+            fit = (each for each in plans if each[0])
+            (_, plan), width = min(fit, key=lambda each: each[0][0], default=((0, None), ""))
+            widths |= {width: plan} if plan else {}
             found.append((sms * most, plan))
             fewest = most
         if widths:
@@ -97,21 +96,24 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     return None
 
 
-def _adapted(plan: Plan, cols: int, rows: int, problem: NormProblem, device: DeviceSpec) -> Plan | None:
-    """A measured plan of `cols` columns for this problem. None if it cannot run, or if another one is predicted to be
-    much faster: a row of this width may need more padding, or more copies."""
-    if broken_rule(plan.variant, problem, 1, device) or plan.cluster not in cluster_sizes(problem, device):
+def _adapted(own: Plan, cols: int, rows: int, problem: NormProblem, device: DeviceSpec) -> tuple[float, Plan] | None:
+    """A measured plan of `cols` columns for this problem, and how many octaves away it is: further if it cuts a row
+    into other numbers of chunks there. None if it cannot run, or if another one is predicted to be much faster: a row
+    of this width may need more padding, or more copies."""
+    if broken_rule(own.variant, problem, 1, device) or own.cluster not in cluster_sizes(problem, device):
         return None
-    if cols == problem.cols and not problem.rows_in and is_within_budget(plan, problem, device):
-        return plan
-    if plan.variant == "pipelined" and are_better_in_registers(problem, device):
+    if cols == problem.cols and not problem.rows_in and is_within_budget(own, problem, device):
+        return 0.0, own
+    if own.variant == "pipelined" and are_better_in_registers(problem, device):
         return None
-    plan = cut(plan, problem, device)
-    if plan is None or cols == problem.cols:
-        return plan
-    plans, coefficients = (plan, at(predicted(problem, device), rows)), table.coefficients(device)
-    us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in plans)
-    return plan if us <= least_us * (1 + limits.most_loss) else None
+    plan = cut(own, problem, device)
+    if plan and cols != problem.cols:
+        plans, coefficients = (plan, at(predicted(problem, device), rows)), table.coefficients(device)
+        us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in plans)
+        plan = plan if us <= least_us * (1 + limits.most_loss) else None
+    chunks, chunks_there = (getattr(each, "num_chunks", 1) for each in (plan, own))
+    more = limits.octaves_of_chunks * abs(math.log2(chunks / chunks_there))
+    return plan and (abs(math.log2(cols / problem.cols)) + more, plan)
 
 
 def published(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | None:

@@ -96,8 +96,7 @@ class Table:
     def _lines(self, key: Key, cols: int) -> list[str]:
         """The line of the width, or else those of near ones, the nearest first. Near is what is not far."""
         far = {width: abs(math.log2(width / cols)) for width in self.lines.get(key, ())}
-        has_several = cols not in far and key.direction == "backward" and key.traffic[-1] > 0
-        nearest = sorted(far, key=far.__getitem__)[: limits.most_near_widths if has_several else 1]
+        nearest = sorted(far, key=far.__getitem__)[: 1 if cols in far else limits.most_near_widths]
         return [self.lines[key][width] for width in nearest if far[width] <= limits.most_distance]
 
 

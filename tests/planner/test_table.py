@@ -78,6 +78,14 @@ def test_where_a_near_widths_plan_cannot_be_cut_that_of_the_next_near_width_is(f
     assert " at 3072 columns" in choice.decide(problem, MY_GPU).source, "the width that was measured is told"
 
 
+def test_a_width_whose_plan_cuts_a_row_alike_answers_before_one_that_is_a_little_nearer(file):
+    problem, few = make_problem(cols=5120), "Pipelined(1,512,5,3,4,3,168,0,2,8,0,0)"
+    many = "Pipelined(1,512,11,2,4,2,255,1,1,16,0,0)"
+    tune.write(file, head(), {table.Key.of(problem): {5632: ((math.inf, many),), 4608: ((math.inf, few),)}}, {})
+    assert cut(from_text(many), problem, MY_GPU).num_chunks == 5
+    assert choice.choose(problem, 16384, MY_GPU) == from_text(few)
+
+
 def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the_others_answer(file):
     plain, wide = (make_problem(cols=4096, weight=dtype) for dtype in ("bf16", "fp32"))
     before = choice.choose(wide, 16384, MY_GPU)
