@@ -68,7 +68,8 @@ def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec)
     (read, written), itemsize = problem.row_bytes, problem.acc_dtype.itemsize
     passes = 1 if problem.is_forward else num_passes(plan, problem)
     statistics = itemsize * (2 if problem.norm == "layer" else 1)
-    partials = 2 * problem.num_sums * grid_of(plan, problem, device).partials(rows // problem.form.groups) * itemsize
+    rows_of_group = max(1, rows // problem.form.groups)
+    partials = 2 * problem.num_sums * grid_of(plan, problem, device).partials(rows_of_group) * itemsize
     tensors = rows * (problem.cols * (passes * read + written) + statistics)
     return tensors + problem.width * (2 * problem.quantities["parameter_bytes"] + partials)
 
@@ -79,7 +80,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     by_columns = plan.by_columns and num_passes(plan, problem) == 1
     columns = min(problem.cols, plan.chunk) if by_columns else problem.cols  # of a CTA, or of a cluster
     elements = columns if plan.by_columns else plan.chunk * plan.num_chunks
-    of_group = grid.ctas(rows_of_group := rows // problem.form.groups)
+    of_group = grid.ctas(rows_of_group := max(1, rows // problem.form.groups))
     ctas = of_group * problem.form.groups * math.ceil(problem.cols / columns)
     waves = math.ceil(ctas / (clusters_at_once(plan.cluster, device) * plan.ctas_per_sm))
     on_an_sm = max(1, min(plan.ctas_per_sm, math.ceil(ctas * plan.cluster / device.sm_count)))

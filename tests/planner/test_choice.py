@@ -16,6 +16,7 @@ from hypothesis import example
 from hypothesis import strategies as st
 from planning import given, make_gated, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
 
+from fusednorm.forms import FormSpec
 from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import best_plan, choices, choose
@@ -405,6 +406,13 @@ def test_no_cta_of_a_chosen_plan_is_idle(problem, rows, device):
     assert 1 <= ctas <= tiles
     if problem.direction == "backward":
         assert ctas * plan.num_groups <= max(2 * device.sm_count, rows // 2)
+
+
+@pytest.mark.parametrize("device", KNOWN, ids=lambda device: device.name)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_there_may_be_more_groups_of_columns_than_rows(direction, device):
+    problem = make_problem("rms", 8, direction=direction, form=FormSpec(groups=2048))
+    assert isinstance(choose(problem, 66 * 2048, device), MultiWavePlan)
 
 
 def test_architectures_without_tma_or_without_rules_run_multi_wave_where_registers_hold_a_row():
