@@ -63,10 +63,15 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     return make_problem(norm, cols, dtype, direction="forward", **of_form)
 
 
-def make_modulated(norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", **steps) -> NormProblem:
-    """A norm without parameters, with a scale and a shift for each sample, of dtype `modulation` (an empty one: that of
-    x)."""
+def make_modulated(
+    norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", by_sample=True, **steps
+) -> NormProblem:
+    """A norm without parameters, with a scale and a shift for each sample, or else (a backward) for each row, of dtype
+    `modulation` (an empty one: that of x)."""
     form, of = FormSpec(modulate="one_plus", **steps), DTYPES[modulation or dtype]
+    if not by_sample:
+        of_rows = {"rows_in": (of,), "names_in": ("scale",), "rows_out": (of, of), "stored": (0, 1, 2)}
+        return make_problem(norm, cols, dtype, "none", form=form, **of_rows)
     if direction == "backward":
         of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",)}
         of_samples |= {"summed": (1, 2), "sums_out": (of, of)}

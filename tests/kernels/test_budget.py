@@ -111,6 +111,7 @@ JOBS = [
     # 168 and 128 registers, by caps
     (90, make_modulated("layer", 1152, modulation="fp32", direction="backward")),
     (90, replace(make_modulated("layer", 1152, direction="backward"), residual_dtype=torch.bfloat16)),
+    (90, make_modulated("rms", 5120, direction="backward", by_sample=False)),  # 20 elements a thread
     (90, make_modulated("rms", 3072, modulation="fp32")),
     (120, make_modulated("layer", 1152, modulation="fp32")),
     (80, make_gated_sum("layer", 1152, weight="bf16")),
