@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from .config import Form
-from .ptx import widen_pairs
+from .ptx import to_bfloat16, widen_pairs
 
 
 @triton.jit
@@ -285,6 +285,26 @@ def in_full(x_hat, tiles, norm: tl.constexpr):
 def as_x(x_hat, tiles, norm: tl.constexpr):
     """x_hat rounded to the dtype of x."""
     return kept(x_hat.to(tiles[0].dtype).to(norm.acc), norm)
+
+
+@triton.constexpr_function
+def hides_rounding(norm):
+    """Whether `as_x` rounds by ptx.to_bfloat16. A product of x_hat and the weight that is itself rounded next LLVM
+    computes in 16 bits, two at a time, as long as it sees that x_hat was rounded. Where a ring has more row tensors,
+    builds would spill."""
+    form = norm.form
+    alters_product = norm.has_bias or form.weight_offset != 0 or form.factor is not None or form.turn_u is not None
+    return alters_product and len(norm.rows_in) == 0
+
+
+@triton.jit
+def as_x_compiled(x_hat, tiles, norm: tl.constexpr):
+    """`as_x` in kernels that are never interpreted."""
+    if tiles[0].dtype == tl.bfloat16 and x_hat.dtype == tl.float32 and hides_rounding(norm):
+        rounded = to_bfloat16(x_hat)
+    else:
+        rounded = as_x(x_hat, tiles, norm)
+    return rounded
 
 
 @triton.jit
@@ -583,9 +603,10 @@ def form_of(spec) -> Form:
     if spec.name:
         return FORMS[spec.name]
     times = times_offset_weight if spec.weight_offset else times_weight
+    rounding = as_x_compiled if isinstance(as_x, triton.JITFunction) else as_x
     made = replace(
         AFFINE,
-        round_x_hat=as_x if spec.rounds_x_hat else in_full,
+        round_x_hat=rounding if spec.rounds_x_hat else in_full,
         scale=times,
         upstream=times,
         activation=ACTIVATIONS[spec.activation] if spec.activates else None,
