@@ -18,10 +18,8 @@ from .. import ops
 from ..host import fallback, gpus, native, prepared
 from ..host.program import Program
 from ..operands import FORWARD, OPS, Operands, Outputs, call_op, op_outputs, operands_of
-from ..planner.legality import OLDEST_ARCH
 from ..planner.plan import ReferencePlan
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
-from ..settings.forcing import forced_variant
 
 _destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 
@@ -125,16 +123,9 @@ def _run(op: str, atens: dict[str, Callable], keys: torch._C.DispatchKeySet, *ar
 
 
 def _takes(call: ForwardCall | BackwardCall) -> bool:
-    device, problem = call.x.tensor.device, call.problem
+    problem, device = call.problem, gpus.spec_of(call.x.tensor.device)
     has_work = call.rows and problem.cols and problem.wants_any
-    if not has_work or not _has_kernels(device) or forced_variant() == "reference":
-        return False
-    return not isinstance(fallback.choose(problem, call.rows, gpus.spec_of(device)).plan, ReferencePlan)
-
-
-@functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    return gpus.spec_of(device).arch >= OLDEST_ARCH
+    return bool(has_work) and not isinstance(fallback.choose(problem, call.rows, device).plan, ReferencePlan)
 
 
 def _kernel_of(name: str, key: str) -> Callable[..., tuple]:

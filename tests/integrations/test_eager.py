@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import afresh
 import pytest
@@ -24,7 +25,9 @@ from op_log import OpLog
 from torch.utils.checkpoint import checkpoint
 
 import fusednorm
+from fusednorm.host import gpus
 from fusednorm.integrations import aten
+from fusednorm.planner.device import A100
 from fusednorm.tools.oracle import assert_outputs_close, make_inputs
 
 
@@ -96,7 +99,7 @@ def test_frozen_parameters_get_no_gradient(norm):
 def test_old_gpus_keep_atens_kernels(monkeypatch):
     x, weight, bias = operands("layer", 4, 33, grad=False)
     want = F.layer_norm(x, (33,), weight, bias)
-    monkeypatch.setattr(aten, "_has_kernels", lambda device: False)
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, arch=75))
     with override() as calls:
         assert torch.equal(F.layer_norm(x, (33,), weight, bias), want)
     assert calls.all == [(OPS["layer"][0], False)]

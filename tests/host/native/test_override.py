@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from op_log import OpLog
 from torch.testing import assert_close
 
 import fusednorm
-from fusednorm.host import native
+from fusednorm.host import gpus, native
 from fusednorm.integrations import aten
 from fusednorm.operands import ForwardOperands
+from fusednorm.planner.device import A100
 
 STOCK = {"layer": F.layer_norm, "rms": F.rms_norm}
 
@@ -85,7 +87,7 @@ def test_an_unwanted_gradient_is_none(norm, mask, override, gpu):
 
 @norms
 def test_what_ours_do_not_take_goes_to_atens_kernel(norm, override, gpu, monkeypatch):
-    monkeypatch.setattr(aten, "_has_kernels", lambda device: False)
+    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, arch=75))
     tensors = operands(norm, requires_grad="")
     for _ in range(2):
         with gpu.going_to_python("forward"):
