@@ -235,8 +235,9 @@ def apart(operands: Operands) -> Operands:
 def joined(operands: Operands, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The outputs, from those of `apart`."""
     dq, dk, *sums = outputs
-    v = with_zeros(operands).grad_v
-    return [packing_of(operands).join(dq, dk, v.to(dq.dtype)) if operands.output_mask[0] else None, *sums]
+    if not operands.output_mask[0]:
+        return [None, *sums]
+    return [torch.cat([dq, dk, with_zeros(operands).grad_v.to(dq.dtype)], -2).reshape(operands.x.shape), *sums]
 
 
 def outputs_of(operands: Operands) -> list[tuple[torch.Size, torch.dtype] | None]:

@@ -194,10 +194,6 @@ class Packing(NamedTuple):
         q, k, v = packed.unflatten(-1, self.sizes(-1)).split(self.counts, -2)
         return q, k, v
 
-    def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The packed tensor of such views, a new one."""
-        return torch.cat([q, k, v], -2).flatten(-3 if self.grouped else -2)
-
 
 def packing_of(operands: Operands) -> Packing | None:
     """None if q and k are two tensors."""

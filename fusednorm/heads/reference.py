@@ -67,7 +67,7 @@ def rotated(rows: Tensor, heads: Heads, back: bool = False) -> Tensor:
         return rows
     turned, interleaved = heads.rotary_dim, heads.settings.interleaved
     cos, sin = (_of_columns(each.to(rows.dtype), turned, interleaved) for each in (heads.cos, heads.sin))
-    front, rest = rows[..., :turned], rows[..., turned:]
+    front, rest = (rows.narrow(-1, start, size) for start, size in ((0, turned), (turned, heads.cols - turned)))
     if back:
         front = front * cos - _other(front * sin, interleaved)
     else:
@@ -85,6 +85,6 @@ def _of_columns(table: Tensor, turned: int, interleaved: bool) -> Tensor:
 def _other(rows: Tensor, interleaved: bool) -> Tensor:
     """(-b, a) for each pair of columns (a, b)."""
     if interleaved:
-        return torch.stack([-rows[..., 1::2], rows[..., ::2]], -1).flatten(-2)
+        return torch.stack([-rows[..., 1::2], rows[..., ::2]], -1).reshape(rows.shape)
     a, b = rows.chunk(2, -1)
     return torch.cat([-b, a], -1)

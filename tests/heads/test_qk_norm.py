@@ -87,6 +87,23 @@ def test_an_output_without_a_gradient_adds_nothing():
     assert [bool(grad.any()) for grad in grads] == [name.startswith("q") for name in given]
 
 
+@pytest.mark.parametrize("rotary", [{}, {"rotary": 16}, {"rotary": 8, "interleaved": True}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_may_be_batched(packed, rotary):
+    case = HeadCase(**rotary)
+    given = case.tensors()
+    made = case.run(given)
+    if packed:
+        given["qkv"] = torch.randn(2, 5, 8 * case.cols, dtype=FP64, requires_grad=True)
+        weights = given["q_weight"], given["k_weight"]
+        made = fusednorm.qk_norm_packed(given["qkv"], 4, 2, *weights, rotary=case.tables(), **case.settings)
+    leaves = [each for name, each in given.items() if name not in "qk" or not packed]
+    grads = torch.randn(3, *made[0].shape, dtype=FP64)
+    got = torch.autograd.grad(made[0], leaves, grads, is_grads_batched=True, retain_graph=True)
+    for at, grad in enumerate(grads):
+        assert_close([each[at] for each in got], [*torch.autograd.grad(made[0], leaves, grad, retain_graph=True)])
+
+
 def test_a_backward_runs_one_op_for_q_and_k():
     given = CASES[1].tensors()
     with OpLog() as log:
