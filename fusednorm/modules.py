@@ -53,11 +53,14 @@ class _FormNorm(torch.nn.Module):
     """A norm of another form, with the parameters of torch.nn.LayerNorm. The weight starts as what makes the factor
     weight_offset + weight one, and the bias as zero. weight and bias are the only keys of the state dict."""
 
-    op: str
+    norm, form = "rms", "affine"  # of the op
     roundings: Sequence[str] = tuple(ROUNDINGS)
     shown = "eps", "weight_offset", "rounding"  # attributes that are in the repr
     default_eps: float | None = None
     has_bias = False
+
+    def __init_subclass__(cls) -> None:
+        cls.op = f"{cls.norm}_norm_fwd_{cls.form}"
 
     def __init__(
         self,
@@ -101,13 +104,11 @@ class _FormNorm(torch.nn.Module):
 
 
 class _OfLayerNorm:
-    default_eps, has_bias = 1e-5, True
+    norm, default_eps, has_bias = "layer", 1e-5, True
 
 
 class AffineRMSNorm(_FormNorm):
     """functional.affine_rms_norm as a module: RMSNorm with a weight_offset, a bias or another rounding."""
-
-    op = "rms_norm_fwd_affine"
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(x)
@@ -116,13 +117,11 @@ class AffineRMSNorm(_FormNorm):
 class AffineLayerNorm(_OfLayerNorm, AffineRMSNorm):
     """functional.affine_layer_norm as a module: LayerNorm with a weight_offset or another rounding."""
 
-    op = "layer_norm_fwd_affine"
-
 
 class AddRMSNorm(_FormNorm):
     """functional.add_rms_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    op = "rms_norm_fwd_of_sum"
+    form = "of_sum"
     shown = *_FormNorm.shown, "residual_dtype", "normalize_rounded"
 
     def __init__(
@@ -138,14 +137,12 @@ class AddRMSNorm(_FormNorm):
 class AddLayerNorm(_OfLayerNorm, AddRMSNorm):
     """functional.add_layer_norm as a module, called with (x, residual): returns (y, new_residual)."""
 
-    op = "layer_norm_fwd_of_sum"
-
 
 class RMSNormAdd(_FormNorm):
     """functional.rms_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual + RMSNorm
     of x, times the gate or its gate_activation."""
 
-    norm, op = "rms", "rms_norm_fwd_plus_residual"
+    form = "plus_residual"
     roundings = *ROUNDINGS, STEPS  # the last with a gate
 
     def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
@@ -164,14 +161,11 @@ class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
     """functional.layer_norm_add as a module, called with (x, residual) or (x, residual, gate): returns residual +
     LayerNorm of x, times the gate or its gate_activation."""
 
-    norm, op = "layer", "layer_norm_fwd_plus_residual"
-
 
 class AdaRMSNorm(AddRMSNorm):
     """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
     residual (y, h). Without parameters by default."""
 
-    norm = "rms"
     roundings = *ROUNDINGS, STEPS
 
     def __init__(
@@ -203,15 +197,12 @@ class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
     """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
     residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
 
-    norm = "layer"
-
 
 class RMSNormGated(_FormNorm):
     """functional.rms_norm_gated as a module, called with (x, gate). Loads the state dicts of the gated norms of
     transformers, FLA and mamba_ssm."""
 
     shown = *_FormNorm.shown, "activation", "norm_before_gate", "group_size"
-    norm = "rms"
 
     def __init__(
         self, *args, activation: str = "silu", norm_before_gate: bool = True, group_size: int | None = None, **kwargs
@@ -229,5 +220,3 @@ class RMSNormGated(_FormNorm):
 
 class LayerNormGated(_OfLayerNorm, RMSNormGated):
     """functional.layer_norm_gated as a module, called with (x, gate)."""
-
-    norm = "layer"

@@ -31,11 +31,11 @@ FACES = {  # the function and the module of each form
 
 
 class WideLayerNorm(fusednorm.AddLayerNorm):
-    op = "layer_norm_fwd_of_wide_sum"  # for a residual of any dtype
+    form = "of_wide_sum"  # for a residual of any dtype
 
 
 class WideRMSNorm(fusednorm.AddRMSNorm):
-    op = "rms_norm_fwd_of_wide_sum"
+    form = "of_wide_sum"
 
 
 def of_wide_sum(
