@@ -253,7 +253,11 @@ def info_for_backward(op: str, eps: float | None) -> NodeInfo | None:
 def outputs_of(name: str, arguments: tuple) -> Sequence[Tensor | None]:
     """The outputs of an op inside a Function. Its arguments are given by position, those of lists one by one."""
     operands = operands_by_position(name, arguments)
-    return _own_outputs(name, call_op(_overload(operands), operands))
+    try:
+        return _own_outputs(name, call_op(_overload(operands), operands))
+    except (TypeError, RuntimeError):
+        validate(operands)  # raises a sentence if an operand is wrong
+        raise
 
 
 def gradients_of(info: NodeInfo | None, name: str, arguments: tuple) -> Sequence[Tensor | None]:

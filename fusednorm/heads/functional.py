@@ -95,6 +95,9 @@ def operands(
     given = _of(q, k, (q_weight, k_weight, q_bias, k_bias), cos, sin, eps, settings)
     if heads_dim == -3 and spans_heads(given.x.shape[-1:], given[3:7]):
         of_rows = {"x": q, "k": k, "cos": cos, "sin": sin}
+        for name, each in (("q", q), ("k", k)):
+            if each.dim() < 3:
+                raise RuntimeError(f"qk_norm: {name} must have heads in dim -3, got shape {tuple(each.shape)}")
         turned = {name: each.transpose(-2, -3) for name, each in of_rows.items() if each is not None and each.dim() > 2}
         return given._replace(**turned)
     return given

@@ -123,6 +123,9 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = (), *, may_
     wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]
     for name, tensor, shape in wanted:
         require(op, name, tensor, shape, device, "inputs[0]")
+    for name in ("interleaved", "norm_first"):
+        if not isinstance(flag := getattr(settings, name), bool):
+            raise TypeError(f"{op}: {name} must be a bool, got {flag!r}")
     if not isinstance(settings.rotary_dim, (int, torch.SymInt, type(None))):
         raise TypeError(f"{op}: rotary_dim must be an integer, got {settings.rotary_dim!r}")
     if (cos is None) != (sin is None):
@@ -168,9 +171,12 @@ class Packing(NamedTuple):
     grouped: bool = False
 
     def check(self, op: str, packed: Tensor) -> int:
-        """D. Raises RuntimeError unless the tensor has such heads, TypeError if their numbers are no integers."""
+        """D. Raises RuntimeError unless the tensor has such heads, TypeError if their numbers are no integers, or
+        grouped no bool."""
         if not all(isinstance(each, (int, torch.SymInt)) for each in (self.heads, self.kv_heads)):
             raise TypeError(f"{op}: heads and kv_heads must be integers, got {self.heads!r} and {self.kv_heads!r}")
+        if not isinstance(self.grouped, bool):
+            raise TypeError(f"{op}: grouped must be a bool, got {self.grouped!r}")
         many = self.heads + 2 * self.kv_heads
         if min(self.heads, self.kv_heads) < 1 or (self.grouped and self.heads % self.kv_heads):
             rule = "positive, and heads a multiple of kv_heads if grouped"

@@ -4,6 +4,7 @@ written once, by one op, where slices would give autograd several to add up."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -94,7 +95,8 @@ def _in_cpp(op: str, places: tuple[Columns, Columns], packed: Tensor, arguments:
 def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
     width = packed.shape[-1] if packed.dim() else 0
     for name, each in zip(("x", "gate"), ranges, strict=True):
-        if not (isinstance(each, (tuple, Sequence)) and len(each) == 2):
+        is_pair = isinstance(each, Sequence) and len(each) == 2
+        if not (is_pair and all(isinstance(at, (Integral, torch.SymInt)) for at in each)):
             raise TypeError(f"{op}: {name} must be (start, stop), the range of its columns, got {each!r}")
     (x, x_end), (gate, gate_end) = ranges
     fits = 0 <= x < x_end <= width and 0 <= gate < gate_end <= width and x_end - x == gate_end - gate

@@ -132,8 +132,11 @@ def test_ranges_that_overlap_or_leave_the_tensor_are_refused():
     for place in wrong:
         with pytest.raises(RuntimeError, match=rule):
             fusednorm.rms_norm_gated_packed(packed, *place, weight)
-    with pytest.raises(TypeError, match=r"x must be \(start, stop\), the range of its columns, got 0$"):
-        fusednorm.rms_norm_gated_packed(packed, 0, 12, weight)
+    for wrong, text in ((0, "0"), ((0.0, 12.0), r"\(0.0, 12.0\)"), ("ab", "'ab'")):
+        with pytest.raises(TypeError, match=rf"x must be \(start, stop\), the range of its columns, got {text}$"):
+            fusednorm.rms_norm_gated_packed(packed, wrong, (12, 24), weight)
+    with pytest.raises(TypeError, match=r"^rms_norm_fwd_times_gate: weight must be a tensor, got list$"):
+        fusednorm.rms_norm_gated_packed(packed, (0, 12), (12, 24), [1.0] * 12)
     op, x = torch.ops.fusednorm.rms_norm_bwd_of_gated_packed, torch.ones(3, 8)
     with pytest.raises(RuntimeError, match="columns of x and gate, 8 of each, must be apart and within 16, got 0 and"):
         op(x, x, [8], x, torch.ones(3), width=16, x_at=0, gate_at=4)

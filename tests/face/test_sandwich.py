@@ -110,3 +110,5 @@ def test_wrong_operands_are_refused_in_a_sentence():
         fusednorm.rms_norm_add_rms_norm(x, residual[:1], weight)
     with pytest.raises(RuntimeError, match="^rms_norm_fwd_affine: "):
         fusednorm.rms_norm_add_rms_norm(x, residual, weight, weight[:3])
+    with pytest.raises(TypeError, match=f"{op}: weight must be a tensor, got list$"):
+        fusednorm.rms_norm_add_rms_norm(x, residual, [1.0] * 12)

@@ -165,6 +165,9 @@ ERRORS = [
     ((Q, K, W), {"rotary": (ROTARY,) * 2, "rotary_dim": 12}, RuntimeError, "cos must have 12 columns or half as many"),
     ((Q, K, W), {"rotary": (ROTARY[:, :5],) * 2}, RuntimeError, "rotary_dim must be even and from 2 to 16, got 5"),
     ((Q, K, W), {"rotary": (ROTARY,) * 2, "rotary_dim": "8"}, TypeError, "rotary_dim must be an integer, got '8'"),
+    ((Q, K, W), {"rotary_interleaved": "no"}, TypeError, "interleaved must be a bool, got 'no'"),
+    ((Q, K, W), {"norm_first": "no"}, TypeError, "norm_first must be a bool, got 'no'"),
+    ((Q[0, 0], K, W[:1]), {"heads_dim": -3}, RuntimeError, r"q must have heads in dim -3, got shape \(4, 16\)"),
     ((Q, K, W), {"rotary_dim": 8}, RuntimeError, "rotary_dim needs cos and sin, got 8 without them"),
     (
         (Q, K, torch.randn(7)),
@@ -197,6 +200,8 @@ def test_packed_tensors_of_wrong_sizes_are_refused():
         fusednorm.qk_norm_packed(torch.randn(3, 63), 4, 2)
     with pytest.raises(RuntimeError, match="heads a multiple of kv_heads if grouped, got 3 and 2$"):
         fusednorm.qk_norm_packed(torch.randn(3, 70), 3, 2, grouped=True)
+    with pytest.raises(TypeError, match="^qk_norm_packed: grouped must be a bool, got 'no'$"):
+        fusednorm.qk_norm_packed(torch.randn(3, 64), 4, 2, grouped="no")
 
 
 @pytest.mark.parametrize("heads", [4.0, "4", None])
