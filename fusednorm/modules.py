@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,7 @@ class _FormNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         require_one_of(type(self).__name__, "rounding", rounding, self.roundings)
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)
         self.normalized_shape, self.elementwise_affine = shape, elementwise_affine
         self.eps = self.default_eps if eps is None else eps
         self.weight_offset, self.rounding = float(weight_offset), rounding

@@ -45,6 +45,8 @@ class QKNorm(torch.nn.Module):
         self.norm_first, self.heads_dim = norm_first, heads_dim
         self.weight_offset, self.rounding = float(weight_offset), rounding
         shapes = shape if isinstance(shape, list) else [shape, shape]
+        if len(shapes) != 2:
+            raise ValueError(f"QKNorm: a list of shapes must have one for q and one for k, got {shape!r}")
         for of, size in zip("qk", shapes, strict=True):
             for name, wanted in ((f"{of}_weight", elementwise_affine), (f"{of}_bias", elementwise_affine and bias)):
                 made = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if wanted else None

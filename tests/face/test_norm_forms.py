@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from norm_forms import (
@@ -210,6 +211,7 @@ def test_modules_start_as_the_plain_norm_and_keep_parameters_alone(op):
         torch.testing.assert_close(made(*tensors), function(**of, eps=made.eps, normalized_shape=(COLS,)))
         assert f"weight_offset={offset}" in repr(made)
     assert [*module(COLS, elementwise_affine=False).parameters()] == []
+    assert module(numpy.int64(COLS)).normalized_shape == (COLS,)
 
 
 @forms

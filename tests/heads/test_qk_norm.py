@@ -241,6 +241,8 @@ def test_module_has_the_parameters_of_its_state_dict_and_runs_the_function():
     assert fusednorm.QKNorm([(64,), (32,)])(Q, K)[1].shape == K.shape
     with pytest.raises(ValueError, match="QKNorm: rounding must be one of once, x_hat, got 'up'"):
         fusednorm.QKNorm(16, rounding="up")
+    with pytest.raises(ValueError, match=r"QKNorm: a list of shapes must have one for q and one for k, got \[16\]"):
+        fusednorm.QKNorm([16])
 
 
 def test_compiled_code_has_one_graph_and_the_same_values():
