@@ -15,7 +15,6 @@ from ..operands import OWN_OUTPUTS, Role
 from ..planner import limits
 from ..planner.plan import piece_of_partials
 from ..problem.calls import Added, BackwardCall
-from ..problem.rows import RowView
 from .key import Extent
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace
@@ -104,7 +103,6 @@ def blocks(call: BackwardCall, outputs: Sequence[Output | None], workspace: Work
 
 
 def _has_rows(added: Added, sample_rows: int) -> bool:
-    """Whether an operand has rows, and not one for all rows of x, or a table of them."""
-    if isinstance(added.value, RowView) and added.value.table_rows is not None:
-        return False
-    return added.role is not Role.PARAMETER and (not added.is_of_samples or bool(sample_rows))
+    """Whether an operand has rows of its own for a block: not one for all rows of x, and no table."""
+    is_whole = added.role in (Role.PARAMETER, Role.TABLE)
+    return not is_whole and (not added.is_of_samples or bool(sample_rows))

@@ -41,7 +41,7 @@ class Added(NamedTuple):
     @property
     def is_of_rows(self) -> bool:
         """Whether it has a row for each of x."""
-        return self.role in (Role.ROWS, Role.MODULATION, Role.TABLE) and not self.is_of_samples
+        return self.role in (Role.ROWS, Role.MODULATION) and not self.is_of_samples
 
     def with_tensor(self, tensor: Any) -> Added:
         return self._replace(value=self.value._replace(tensor=tensor) if isinstance(self.value, RowView) else tensor)

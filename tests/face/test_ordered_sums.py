@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import BF16, FP16, FP32, FP64
 from devices import planned_for
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import fusednorm
@@ -89,6 +89,11 @@ def modulated(x, residual, scale, gate, shift, weight, bias):
     return fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, weight=weight, bias=bias)
 
 
+def of_tables(x, weight):
+    tables = [draw(2, x.shape[-1], seed=seed) for seed in (40, 41)]
+    return fusednorm.ada_rms_norm(x, *tables, index=(x[..., 0] > 0).long(), weight=weight)
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm, the names of its tensors with rows, of those with a row for each sample, and of its parameters."""
@@ -127,6 +132,7 @@ NORMS = {
     "plus_residual": Norm(fusednorm.rms_norm_add, ("x", "residual"), parameters=("weight",)),
     "gated_by_group": Norm(gated_by_group, ("x", "gate")),
     "gate_first": Norm(gate_first, ("x", "gate"), parameters=("weight",)),
+    "of_tables": Norm(of_tables, parameters=("weight",)),
     "packed": Norm(packed, ("packed",), parameters=("weight",), width=lambda cols: 2 * cols + 24),
 }
 MODULATED = Norm(modulated, ("x", "residual"), ("scale", "gate"), ("shift", "weight", "bias"))
@@ -150,6 +156,7 @@ bits = settings(deadline=None, max_examples=3, phases=[Phase.explicit, Phase.gen
 @pytest.mark.parametrize("name", NORMS)
 @bits
 @given(st.integers(1, 3), st.integers(1, 50), st.sampled_from([8, 24, 72]), st.sampled_from([FP32, BF16, FP16]))
+@example(1, 37, 24, FP32)  # of five blocks
 def test_a_batch_has_the_bits_of_its_micro_batches(name, eighths, rows, cols, dtype):
     block = 8 * eighths
     with batch_invariant(ordered_sums=block):
