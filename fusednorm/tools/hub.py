@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import shutil
+import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ slots = {{getattr(module, "kernel_layer_name", None) for module in model.modules
 layers = {{slot: f"{folder}:{{slot}}" for slot in slots}}
 config = transformers.KernelConfig(layers, use_local_kernel=True)
 model.train().set_use_kernels(True, config)"""
+SOURCE = Path("torch-ext", "fusednorm")
 PACKAGE = Path(__file__).parent.parent
 KERNELS = Path(find_spec("..kernels", __package__).origin).parent  # beside the package in a source tree
 LICENSE = "Apache-2.0"
@@ -63,7 +65,13 @@ FLAKE = """\
 
 def run(options: argparse.Namespace) -> int:
     folder = options.folder
-    write_repository(folder)
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / SOURCE).is_dir():
+            raise FileExistsError(f"folder must be new, or one that an earlier call wrote, got {folder}")
+        write_repository(folder)
+    except OSError as error:
+        print(f"hub: {error}", file=sys.stderr)
+        return 1
     files = sum(each.is_file() for each in folder.rglob("*"))
     print(f"Wrote {files} files to {folder}; its README.md says what they are. A model of transformers takes it by:\n")
     print(_use(folder))
@@ -76,7 +84,7 @@ def _use(folder: Path) -> str:
 
 def write_repository(folder: Path) -> None:
     """Write the repository to `folder`. What an earlier call wrote there is replaced."""
-    build, source = folder / "build" / "torch-cuda", folder / "torch-ext" / "fusednorm"
+    build, source = folder / "build" / "torch-cuda", folder / SOURCE
     for target in (build, source):
         shutil.rmtree(target, ignore_errors=True)
         for file, name in _files():

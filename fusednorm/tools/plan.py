@@ -35,8 +35,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     texts = (f"  {name:<18}{text.replace(chr(10), chr(10) + ' ' * 20)}" for name, text in VARIANT_TEXTS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["variants:", *texts])
-    parser.add_argument("--rows", type=_positive, nargs="+", help="row counts (default: 16384)")
-    parser.add_argument("--cols", type=_positive, nargs="+", help="row lengths (default: 4096)")
+    parser.add_argument("--rows", type=positive, nargs="+", help="row counts (default: 16384)")
+    parser.add_argument("--cols", type=positive, nargs="+", help="row lengths (default: 4096)")
     parser.add_argument("--norm", choices=("layer", "rms"), default="layer", help="default: layer")
     parser.add_argument(
         "--pass", dest="direction", choices=("backward", "forward"), default="backward", help="default: backward"
@@ -48,9 +48,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounding", choices=(*ROUNDINGS, STEPS), default="once", help="of a form")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of a form with a gate")
     size_help = "columns of a group, of a form with a gate (default: those of a row)"
-    parser.add_argument("--group-size", type=_positive, metavar="N", help=size_help)
+    parser.add_argument("--group-size", type=positive, metavar="N", help=size_help)
     samples_help = "rows that share a row of each modulation, of a modulated form (default: all rows)"
-    parser.add_argument("--sample-rows", type=_positive, metavar="N", help=samples_help)
+    parser.add_argument("--sample-rows", type=positive, metavar="N", help=samples_help)
     modulation_help = "of scale, shift and gate of a modulated form (default: that of x)"
     parser.add_argument("--modulation-dtype", choices=DTYPES, help=modulation_help)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of x and the gradient (default: bf16)")
@@ -104,10 +104,10 @@ def _device(name: str) -> DeviceSpec:
 
 
 def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
+    return 0 if text == "0" else positive(text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)

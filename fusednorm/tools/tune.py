@@ -38,6 +38,7 @@ from ..planner.model import Coefficients, Work, predict_us, time_us, work_of
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, text_of
 from . import console
+from .plan import positive
 from .warm import Wanted, program, start_process
 
 NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
@@ -428,7 +429,7 @@ def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--cols", type=int, nargs="+", help="row lengths (default: all of a table)")
+    parser.add_argument("--cols", type=positive, nargs="+", help="row lengths (default: all of a table)")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), nargs="+", default=["bf16"], help="with --cols")
     parser.add_argument("--minutes", type=float, default=20, help="end after this time (default: 20)")
     parser.add_argument("--out", type=Path, help="the table's file (default: where the planner looks for it)")

@@ -67,6 +67,15 @@ def test_the_command_says_what_it_wrote_and_the_folder_explains_itself(tmp_path,
     assert not [each.name for each in tmp_path.iterdir() if each.name != "README.md" and f"`{each.name}" not in page]
 
 
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path, capsys):
+    page = tmp_path / "README.md"
+    page.write_text("Mine.")
+    for folder in (tmp_path, page):
+        assert main(["hub", str(folder)]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert [*tmp_path.iterdir()] == [page] and page.read_text() == "Mine."
+
+
 def test_repository_holds_the_package_twice_and_what_it_says_of_itself(repository, tmp_path):
     build, source = repository / "build" / "torch-cuda", repository / "torch-ext" / "fusednorm"
     metadata = json.loads((build / "metadata.json").read_text())
