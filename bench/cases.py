@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from fusednorm.dtypes import DTYPES
+from fusednorm.operands import DIRECTIONS, NORMS
 from fusednorm.tools.oracle import Case, Inputs, Outputs, exact, make_inputs, stock
-
-NORMS = ("layer", "rms")
-DIRECTIONS = ("forward", "backward")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 MODEL_WIDTHS = (768, 1024, 1152, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 3840, 4096, 4608, 5120, 5376, 6144, 7168,
                 8192, 10240, 12288, 14336, 16384, 18432, 20480)  # fmt: skip

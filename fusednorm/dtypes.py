@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}  # Triton's
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+FLOAT_DTYPES = frozenset(DTYPE_NAMES)
 
 
 def bytes_of(dtype: torch.dtype | None) -> int:

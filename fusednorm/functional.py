@@ -29,7 +29,7 @@ from .forms import ROUNDINGS, STEPS
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
-from .operands import BY_INDEX, OPS
+from .operands import BY_INDEX, NORMS, OPS
 
 
 def layer_norm(
@@ -372,7 +372,7 @@ def gated_op(norm: str, norm_before_gate: bool) -> str:
 
 
 # Of a sum with a residual that is wider than x: one backward writes its gradient in both dtypes.
-OF_WIDE_SUM = {f"{norm}_norm_fwd_of_sum": f"{norm}_norm_fwd_of_wide_sum" for norm in ("layer", "rms")}
+OF_WIDE_SUM = {f"{norm}_norm_fwd_of_sum": f"{norm}_norm_fwd_of_wide_sum" for norm in NORMS}
 
 
 def op_of_sum(op: str, dtype: torch.dtype, residual_dtype: torch.dtype) -> str:
@@ -439,7 +439,7 @@ _IN_PLACE_OF_TORCHS = _InPlaceOfTorchs()
 # torch.compile shows F.rms_norm to modes as torch.rms_norm, which takes the same arguments.
 _OURS = {F.layer_norm: layer_norm, F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
 
-_AUTOCASTS = {norm: torch_compat.has_autocast_rule(f"aten::{norm}_norm") for norm in ("layer", "rms")}
+_AUTOCASTS = {norm: torch_compat.has_autocast_rule(f"aten::{norm}_norm") for norm in NORMS}
 
 
 def _upcast(tensor: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from .forms import PLAIN, FormSpec
 Outputs = tuple[Tensor | None, ...]
 OWN_OUTPUTS = 3  # (y, mean, rstd) or (dx, dw, db)
 FORWARD, BACKWARD = WAYS = {"forward": "fwd", "backward": "bwd"}
+NORMS, DIRECTIONS = ("layer", "rms"), tuple(WAYS)
 
 
 class Role(enum.Enum):

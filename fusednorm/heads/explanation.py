@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..host import gpus
 from ..host.kernel_devices import runs_kernels
-from ..operands import Operands
+from ..operands import DIRECTIONS, Operands
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
 from . import functional
@@ -18,7 +18,7 @@ from .call import both_ways, calls_of, in_place
 from .plan import HeadPlan, ctas_of, plans_of
 from .problem import heads_of, packing_of, validate
 
-NAMES, WAYS = ("q", "k"), ("forward", "backward")
+NAMES = "q", "k"
 OF_Q = {"x": "q", "weight": "q_weight", "bias": "q_bias", "grad_out": "grad_q"}  # among operands' names
 
 
@@ -81,13 +81,13 @@ def _explained(op: str, operands: Operands, device: DeviceSpec | None, *packed: 
         if device is None and not runs_kernels(operands.x):
             reason = f"the tensors are on {operands.x.device}, where ATen's kernels run"
     if reason:
-        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in WAYS))
+        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in DIRECTIONS))
     spec = device or gpus.spec_of(operands.x.device)
     return HeadExplanation(spec, tuple(_launches(both_ways(operands, *packed), spec)))
 
 
 def _launches(ways: tuple[Operands, Operands], spec: DeviceSpec) -> Iterator[HeadLaunch]:
-    for way, given in zip(WAYS, ways, strict=True):
+    for way, given in zip(DIRECTIONS, ways, strict=True):
         readable, copied = in_place(given)
         of_q = OF_Q | ({"x": "qkv"} if packing_of(given) else {})
         for call, plan in plans_of(calls_of(readable), spec):

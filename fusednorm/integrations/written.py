@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..namespace import TORCH_OPS
+from ..operands import NORMS
 from . import routing
 from .edits import arguments_of
 from .paying import reached
@@ -41,7 +42,7 @@ BUILT_IN = {  # the norm, the default eps and the arguments, whose first one tor
     torch.rms_norm: ("rms", None, "x", "normalized_shape", "weight", "eps"),
     F.layer_norm: ("layer", 1e-5, "x", "normalized_shape", "weight", "bias", "eps"),
 }
-OURS = {getattr(TORCH_OPS, f"{norm}_norm_fwd_affine").default: norm for norm in ("rms", "layer")}
+OURS = {getattr(TORCH_OPS, f"{norm}_norm_fwd_affine").default: norm for norm in NORMS}
 
 
 class Written(NamedTuple):

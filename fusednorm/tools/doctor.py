@@ -16,6 +16,7 @@ import torch
 
 from .. import __version__
 from ..host import building, fallback, gpus, native, torch_compat, triton_compat
+from ..operands import NORMS
 from ..planner import table
 from ..planner.device import OLDEST_TRITON, DeviceSpec
 from ..planner.legality import OLDEST_ARCH
@@ -24,7 +25,7 @@ from .oracle import Case, assert_outputs_close, fused, make_inputs
 OLDEST_TORCH = (2, 11)
 PROBES = tuple(
     Case(norm, (64, 1024), x_dtype=dtype, weight_dtype=dtype, bias_dtype=dtype if norm == "layer" else None)
-    for norm in ("layer", "rms")
+    for norm in NORMS
     for dtype in (torch.bfloat16, torch.float32)
 )
 

@@ -16,7 +16,7 @@ from ..dtypes import DTYPE_NAMES
 from ..forms import require_one_of
 from ..host import fallback, gpus
 from ..host.kernel_devices import runs_kernels
-from ..operands import OPS, ForwardOperands
+from ..operands import DIRECTIONS, NORMS, OPS, ForwardOperands
 from ..planner import budget, choice, table
 from ..planner import plan as plans
 from ..planner.candidates import are_better_in_registers
@@ -295,8 +295,8 @@ def explain(
     form, rounding or activation, for sample_rows and a modulation_dtype of a form without modulations, and for
     sample_rows that do not divide the rows.
     """
-    require_one_of("explain", "norm", norm, ("layer", "rms"))
-    require_one_of("explain", "direction", direction, ("forward", "backward"))
+    require_one_of("explain", "norm", norm, NORMS)
+    require_one_of("explain", "direction", direction, DIRECTIONS)
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
     suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size, **of_modulations)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")

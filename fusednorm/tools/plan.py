@@ -12,7 +12,7 @@ import torch
 from ..dtypes import DTYPES
 from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
 from ..host import gpus
-from ..operands import FORMS
+from ..operands import DIRECTIONS, FORMS, NORMS
 from ..planner import device
 from ..planner.device import DeviceSpec
 from ..planner.plan import VARIANTS
@@ -37,9 +37,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n".join(["variants:", *texts])
     parser.add_argument("--rows", type=positive, nargs="+", help="row counts (default: 16384)")
     parser.add_argument("--cols", type=positive, nargs="+", help="row lengths (default: 4096)")
-    parser.add_argument("--norm", choices=("layer", "rms"), default="layer", help="default: layer")
+    parser.add_argument("--norm", choices=NORMS, default="layer", help="default: layer")
     parser.add_argument(
-        "--pass", dest="direction", choices=("backward", "forward"), default="backward", help="default: backward"
+        "--pass", dest="direction", choices=DIRECTIONS, default="backward", help="default: backward"
     )
     names = [suffix[1:] for _, suffix, *_ in FORMS]
     parser.add_argument("--form", choices=names, default="", help="default: the norm alone")

@@ -30,6 +30,7 @@ import torch
 from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
+from ..operands import DIRECTIONS, NORMS
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, of_frames
 from ..planner.device import DeviceSpec
@@ -41,7 +42,6 @@ from . import console
 from .plan import positive
 from .warm import Wanted, program, start_process
 
-NORMS, DIRECTIONS = ("layer", "rms"), ("forward", "backward")
 ROWS_PER_SM = tuple(2**exponent for exponent in range(14))
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 MOST_NARROW_ELEMENTS = 2**26  # of x with as many rows or more: 2^20 of 64 columns, as heads and groups of columns have
