@@ -236,10 +236,10 @@ def ada_layer_norm(
     shape and dtype, and is the same in every run.
 
     rounding "once" rounds y alone (and h), to x's dtype, as Wan does. "steps" rounds as code in x's dtype, such as
-    FLUX's and SD3's: the norm, 1 + scale, their product, gate * x, and the sums; y has the promoted dtype of h, scale
-    and shift. "x_hat" rounds as in affine_layer_norm. residual_dtype and normalize_rounded are those of add_layer_norm.
-    Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd_modulated does, and for a gate without a residual;
-    ValueError for another rounding.
+    FLUX's and SD3's: the norm, 1 + scale, their product, gate * x, and the sums; y has the promoted dtype of h, weight,
+    bias, scale and shift. "x_hat" rounds as in affine_layer_norm. residual_dtype and normalize_rounded are those of
+    add_layer_norm. Raises RuntimeError as torch.ops.fusednorm.layer_norm_fwd_modulated does, and for a gate without a
+    residual; ValueError for another rounding.
     """
     return ada("layer", x, residual, gate, scale, shift, index, weight, bias, eps, residual_dtype, normalize_rounded,
                 normalized_shape, weight_offset, rounding)  # fmt: skip

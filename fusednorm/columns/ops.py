@@ -43,7 +43,11 @@ def column_sum(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dt
     the list has one tensor, the sum of all. Dtypes and errors are those of torch.ops.fusednorm.column_sum."""
     if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the registration
         sharding.register_where_needed()  # in inference mode no later step would register
-    return TORCH_OPS.column_sum(inputs, total=total, dtype=dtype)
+    try:
+        return TORCH_OPS.column_sum(inputs, total=total, dtype=dtype)
+    except (TypeError, RuntimeError):
+        validate_column_sum(inputs, dtype)  # raises a sentence if an argument is wrong
+        raise
 
 
 def _run(inputs: Sequence[Tensor], *, total: bool = False, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -66,7 +66,9 @@ def _by_class(norms: list[Norm]) -> Iterator[str]:
         yield f"  {len(found)} x {class_name}, {note}: {', '.join(found[:NAMED])}{more}"
 
 
-def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = (), *, rotary: bool = False) -> Patch:
+def patch_model(
+    model: nn.Module, classes: type[nn.Module] | Iterable[type[nn.Module]] = (), *, rotary: bool = False
+) -> Patch:
     """Make the LayerNorms and RMSNorms in `model` run this package's kernels, in place.
 
     A module's class becomes a subclass of its former class. The Parameter objects, names, state dict, hooks and mode
@@ -100,12 +102,13 @@ def patch_model(model: nn.Module, classes: Iterable[type[nn.Module]] = (), *, ro
     run their own forward for dtypes, devices and tensor subclasses that this package does not take, for a gate that is
     absent or of another shape, and when scripted (torch.jit.script) or traced by torch.fx.
 
-    All other modules are left. Patch.left gives the reason for stock norms, modules of `classes`, and innermost modules
-    with Norm in their class's name. Raises TypeError if `model` is no module or a member of `classes` no class.
+    All other modules are left. Patch.left gives the reason for stock norms, modules of `classes`, one or several, and
+    innermost modules with Norm in their class's name. Raises TypeError if `model` is no module or a member of `classes`
+    no class.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    classes = tuple(classes)
+    classes = (classes,) if isinstance(classes, type) else tuple(classes)
     for each in classes:
         if not isinstance(each, type):
             raise TypeError(f"patch_model: classes must be classes of modules, got {each!r}")

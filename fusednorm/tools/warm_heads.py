@@ -78,9 +78,9 @@ def warmup_qk_norm_packed(
 def _warmed(op: str, operands: Operands, device: Any, processes: int | None, *packed: Any) -> int:
     """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
     heads = heads_of(operands)
+    validate(op, heads, may_span=not packed)
     if not packed and heads.are_rows:
         return 0
-    validate(op, heads, may_span=not packed)
     device = warm.checked_device(op, device or (None if operands.x.is_meta else operands.x.device))
     if device.type == "cpu":
         return 0

@@ -116,6 +116,18 @@ def test_bad_arguments_are_refused_in_one_sentence(message, requires_grad):
         fusednorm.column_sum(inputs, dtype=dtype[0] if dtype else None)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.ones(3, 4), "inputs must be a sequence of tensors, got Tensor"),
+        ([torch.ones(3, 4), None], r"inputs\[1\] must be a tensor, got NoneType"),
+    ],
+)
+def test_what_is_no_sequence_of_tensors_is_refused_in_one_sentence(inputs, message):
+    with pytest.raises(TypeError, match=f"^column_sum: {message}$"):
+        fusednorm.column_sum(inputs)
+
+
 def test_a_tensor_whose_memory_was_freed_is_refused():
     x = torch.randn(3, 4)
     x.untyped_storage().resize_(0)

@@ -541,6 +541,7 @@ def test_what_calls_itself_no_norm_is_listed_where_it_was_asked_for():
     model = nn.Sequential(Offset())
     assert not fusednorm.patch_model(model).left
     (left,) = fusednorm.patch_model(model, classes=[Offset]).left
+    assert fusednorm.patch_model(model, classes=Offset).left == [left]
     assert left == ("0", "Offset", "its forward computes something else")
     with pytest.raises(TypeError, match="classes must be classes of modules, got Offset"):
         fusednorm.patch_model(model, classes=model)

@@ -89,7 +89,8 @@ def forward_alone() -> list[str]:
 def test_there_is_nothing_to_do_on_a_cpu_nor_for_norms_of_all_heads_that_are_norms_of_ours():
     q, weight = torch.empty(1, 5, 4, 64), torch.empty(4 * 64)
     assert fusednorm.warmup_qk_norm(q, q) == fusednorm.warmup_qk_norm_packed(q.flatten(-2), 2, 1) == 0
-    assert fusednorm.warmup_qk_norm(q.to("meta"), q.to("meta"), weight, weight, device="meta") == 0
+    q, weight = q.to("meta"), weight.to("meta")
+    assert fusednorm.warmup_qk_norm(q, q, weight, weight, device="meta") == 0
 
 
 def test_wrong_arguments_are_refused_as_by_the_calls_and_as_by_warmup():
@@ -100,3 +101,5 @@ def test_wrong_arguments_are_refused_as_by_the_calls_and_as_by_warmup():
         fusednorm.warmup_qk_norm(q, q[..., 1:])
     with pytest.raises(RuntimeError, match="^warmup_qk_norm_packed: qkv must end in a multiple of 5 columns, got"):
         fusednorm.warmup_qk_norm_packed(q, 3, 1)
+    with pytest.raises(RuntimeError, match=r"^warmup_qk_norm: weights\[1\] must have shape \(256,\), got \(255,\)"):
+        fusednorm.warmup_qk_norm(q, q, torch.empty(256), torch.empty(255))
