@@ -232,7 +232,7 @@ def _follow(outputs: dict[int, Node], residual: Node | None) -> Tail:
 
 def _other_summand(user: Node, dx: Node) -> Node | None:
     """The other summand if `user` adds a float tensor of the same shape to dx; else None."""
-    if user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
+    if user.target is not aten.add.Tensor or user.kwargs:
         return None
     a, b = user.args
     other = b if a is dx else a
