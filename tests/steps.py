@@ -18,7 +18,6 @@ ROUNDED = FormSpec(rounds_x_hat=True, weight_offset=1.0)
 ADD = FormSpec(combine="add")
 ADD_UNROUNDED = FormSpec(combine="add", rounds_sum=False, weight_offset=1.0)
 ADDED_LAST = FormSpec(finish="add")
-BOTH = FormSpec(combine="add", finish="add", rounds_x_hat=True)  # one residual for both
 FORMS = [OFFSET, ROUNDED, ADD, ADD_UNROUNDED, ADDED_LAST]
 LAYOUTS = {"row_strided": row_strided, "packed_slice": packed_slice, "heads_first": heads_first}
 

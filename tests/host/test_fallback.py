@@ -36,7 +36,7 @@ from fusednorm.host import (
 )
 
 OPS = torch.ops.fusednorm
-COMPILES, ASSEMBLES, LOADS, LAUNCHES = "compile", "assemble", "load", "launch"
+COMPILES, LOADS, LAUNCHES = "compile", "load", "launch"
 STAGES = {  # failures after which another plan is tried: (the call that fails, its error)
     "compile": (COMPILES, lambda: CompilationError("def kernel():\n  tl.oops()", None, "unknown name oops")),
     "lower": (COMPILES, lambda: RuntimeError("PassManager::run failed")),
