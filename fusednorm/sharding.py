@@ -26,7 +26,7 @@ from .operands import OPS, Role
 
 ROWS, WHOLE, SUM = "sharded as the rows", "replicated", "a partial sum"
 # By the name of an op that takes and returns lists, from a schema: one of the tensors, the number of outputs, and the
-# placements of these and of all tensors, a list for each way.
+# placements of these and of all tensors, a list for each way. The rooms of these ops add them.
 RULES: dict[str, Callable] = {}
 
 _registered: set[str] = set()  # ops that have rules, or whose rules are missing
