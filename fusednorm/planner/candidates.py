@@ -79,13 +79,16 @@ def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | Non
 
 
 def of_frames(kind: str, problem: NormProblem, device: DeviceSpec, good: bool = True, **changes: int) -> list[Plan]:
-    """The plans of a kind's frames that fit, with changes of these. A ring's weight that does not fit at its place, in
-    shared memory or in registers, is at the other one."""
-    found = []
-    for plan in (replace(each, **changes) for each in _uncut(kind, problem, device)):
-        ways = [plan, replace(plan, weight_in_smem=not plan.weight_in_smem)] if kind in RINGS else [plan]
-        found += itertools.islice(filter(None, (cut(way, problem, device, good) for way in ways)), 1)
-    return found
+    """The plans of a kind's frames that fit, with changes of these."""
+    found = (fitted(replace(each, **changes), problem, device, good) for each in _uncut(kind, problem, device))
+    return [plan for plan in found if plan]
+
+
+def fitted(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
+    """`cut`, but a ring's weight that does not fit at its place, in shared memory or in registers, is at the other."""
+    is_ring = isinstance(plan, PipelinedPlan)
+    ways = [plan, replace(plan, weight_in_smem=not plan.weight_in_smem)] if is_ring else [plan]
+    return next(filter(None, (cut(way, problem, device, good) for way in ways)), None)
 
 
 def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:

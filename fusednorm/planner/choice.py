@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from . import limits, table
 from .budget import is_within_budget, shared_bytes
-from .candidates import are_better_in_registers, candidates, cluster_sizes, column_tile_plan, cut, faulty
+from .candidates import are_better_in_registers, candidates, cluster_sizes, column_tile_plan, cut, faulty, fitted
 from .device import DeviceSpec
 from .legality import MAX_RING_ROWS, broken_rule
 from .model import predict_us
@@ -106,7 +106,8 @@ def _adapted(own: Plan, cols: int, rows: int, problem: NormProblem, device: Devi
         return 0.0, own
     if own.variant == "pipelined" and are_better_in_registers(problem, device):
         return None
-    plan = cut(own, problem, device)
+    # Problems that share a line of their width may have room for the weight at different places.
+    plan = (fitted if cols == problem.cols else cut)(own, problem, device)
     if plan and cols != problem.cols:
         plans, coefficients = (plan, at(predicted(problem, device), rows)), table.coefficients(device)
         us, least_us = (predict_us(each, problem, rows, device, coefficients) for each in plans)

@@ -105,6 +105,7 @@ JOBS = [
     (100, make_gated("layer", 1024)),
     *((90, make_gated("layer", cols, after=False)) for cols in (1024, 8192)),  # 16 elements of 168 registers, held
     (90, make_gated("layer", 3072, direction="forward")),  # by CTAs that live long, too
+    (90, make_gated("layer", 4096, direction="forward", after=False)),  # 128 registers, by a cap
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
     (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),

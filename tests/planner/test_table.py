@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from planning import make_modulated, make_problem
+from planning import make_gated, make_modulated, make_problem
 
 from fusednorm.planner import choice, table
 from fusednorm.planner.candidates import cut
@@ -84,6 +84,15 @@ def test_a_width_whose_plan_cuts_a_row_alike_answers_before_one_that_is_a_little
     tune.write(file, head(), {table.Key.of(problem): {5632: ((math.inf, many),), 4608: ((math.inf, few),)}}, {})
     assert cut(from_text(many), problem, MY_GPU).num_chunks == 5
     assert choice.choose(problem, 16384, MY_GPU) == from_text(few)
+
+
+def test_a_line_of_two_forms_keeps_its_ring_where_only_one_has_room_for_the_weight_in_registers(file):
+    before, after = (make_gated("layer", 4096, direction="forward", after=each) for each in (False, True))
+    assert table.Key.of(before) == table.Key.of(after)
+    ring = from_text("Pipelined(1,4096,1,2,4,4,128,0,1,1,1,0,1)")
+    tune.write(file, head(), {table.Key.of(before): {4096: ((math.inf, text_of(ring)),)}}, {})
+    assert choice.choose(before, 16384, MY_GPU) == ring
+    assert choice.choose(after, 16384, MY_GPU) == replace(ring, weight_in_smem=True)
 
 
 def test_lines_of_parameters_in_float32_are_for_these_alone_and_without_them_the_others_answer(file):
