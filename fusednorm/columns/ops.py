@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import sharding
+from ..dtypes import accumulation_dtype
 from ..host import torch_compat
 from ..host.kernel_devices import runs_kernels
 from ..host.torch_compat import needs_formula
@@ -32,7 +33,7 @@ from ..ops import ELSEWHERE, define
 from ..problem.rows import packed
 from ..settings import invariance
 from .plan import MAX_TENSORS
-from .problem import check_column_sum, sum_dtype, validate_column_sum
+from .problem import check_column_sum, validate_column_sum
 from .reference import formula
 
 SCHEMA = "column_sum(Tensor[] inputs, *, bool total=False, ScalarType? dtype=None) -> Tensor[]"
@@ -67,7 +68,7 @@ def _run_in_blocks(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype, ro
     first, *rest = blocks
     if not rest:
         return _run_at_once(first, total, dtype)
-    sums, *others = (_run_at_once(each, total, sum_dtype(inputs[0].dtype, dtype)) for each in (first, *rest))
+    sums, *others = (_run_at_once(each, total, accumulation_dtype(inputs[0].dtype, dtype)) for each in (first, *rest))
     for each in others:
         sums = [a + b for a, b in zip(sums, each, strict=True)]
     return [each.to(dtype) for each in sums]
@@ -87,7 +88,7 @@ def _run_in_parts(inputs: Sequence[Tensor], total: bool, dtype: torch.dtype | No
     """The op on CPU and CUDA for more tensors than one launch takes: in parts of MAX_TENSORS."""
     out_dtype = validate_column_sum(inputs, dtype)
     parts = [inputs[i : i + MAX_TENSORS] for i in range(0, len(inputs), MAX_TENSORS)]
-    part_dtype = sum_dtype(inputs[0].dtype, out_dtype) if total else out_dtype
+    part_dtype = accumulation_dtype(inputs[0].dtype, out_dtype) if total else out_dtype
     sums = [s for part in parts for s in _run_at_once(part, total, part_dtype)]
     return _run_at_once(sums, True, out_dtype) if total else sums
 

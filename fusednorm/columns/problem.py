@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import FLOAT_DTYPES, accumulation_dtype, is_float32_sum
+from ..planner.norm_problem import ALIGNMENT
 from ..problem.rows import RowView, row_view
 from ..problem.validation import FLOATS, require_strided
 
@@ -42,7 +43,7 @@ class ColumnSumProblem:
 
     @property
     def acc_dtype(self) -> torch.dtype:
-        return sum_dtype(self.dtype, self.out_dtype)
+        return accumulation_dtype(self.dtype, self.out_dtype)
 
     @property
     def wants_float32_sum(self) -> bool:
@@ -74,7 +75,7 @@ def describe(
 ) -> tuple[ColumnSumProblem, int]:
     """The problem and the row count of valid inputs. A view that is None stands for a fresh contiguous copy."""
     first, cols = inputs[0], inputs[0].shape[-1]
-    fresh_is_aligned = cols * first.element_size() % 16 == 0
+    fresh_is_aligned = cols * first.element_size() % ALIGNMENT == 0
     aligned = all(fresh_is_aligned if view is None else is_tma_aligned(view, cols) for view in views)
     problem = ColumnSumProblem(len(inputs), cols, first.dtype, dtype or first.dtype, total, aligned)
     return problem, math.prod(first.shape[:-1])
@@ -109,11 +110,6 @@ def _refuse(op: str, i: int, what: str, want: object, got: object) -> None:
     raise RuntimeError(f"{op}: inputs[{i}] must have {what} {want} as inputs[0] has, got {got}")
 
 
-def sum_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> torch.dtype:
-    """Dtype that sums are taken in: float64 if either dtype is float64, float32 otherwise."""
-    return torch.promote_types(accumulation_dtype(dtype), accumulation_dtype(out_dtype))
-
-
 def in_place(tensor: Tensor) -> RowView | None:
     """A view of `tensor` as rows (all dims but the last) at one stride; None if that takes a copy."""
     if tensor.is_contiguous():
@@ -126,4 +122,4 @@ def is_tma_aligned(view: RowView, cols: int) -> bool:
     """Whether TMA can read the tensor: each row starts at a multiple of 16 bytes, and rows do not overlap. The length
     of a row need not be a multiple of 16 bytes."""
     stride_bytes = view.outer_stride * view.tensor.element_size()
-    return (view.tensor.data_ptr() | stride_bytes) % 16 == 0 and view.outer_stride >= cols
+    return (view.tensor.data_ptr() | stride_bytes) % ALIGNMENT == 0 and view.outer_stride >= cols

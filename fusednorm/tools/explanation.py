@@ -378,7 +378,7 @@ def _layout(name: str, tensor: Tensor, batch_ndim: int, cols: int) -> _Layout:
 
 def _contiguous(tensor: Tensor, cols: int) -> _Layout:
     """The layout of a fresh contiguous tensor, which starts at a multiple of 16 bytes."""
-    return _Layout(False, cols * tensor.element_size() % 16 == 0)
+    return _Layout(False, cols * tensor.element_size() % ALIGNMENT == 0)
 
 
 def _by_reference(problem: NormProblem, rows: int, why: str, notes: tuple[str, ...]) -> Explanation:
