@@ -80,8 +80,8 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
     taken. None if no table can answer."""
     sms = device.leaving(0).sm_count
     for known in table.of_device(device, problem):
-        found, widths, fewest, near = [], {}, 1.0, known.lookup(problem)
-        for most in sorted({most for _, ranges, _ in near for most, _ in ranges}):
+        found, widths, near = [], {}, known.lookup(problem)
+        for fewest, most in itertools.pairwise((1.0, *sorted({most for _, ranges, _ in near for most, _ in ranges}))):
             rows = round(sms * max(fewest, min(most, limits.compared_rows_per_sm[-1])))
             asked = ((from_text(at(ranges, most)), cols, f"{cols} columns ({day})") for cols, ranges, day in near)
             plans = ((_adapted(plan, cols, rows, problem, device), width) for plan, cols, width in asked)
@@ -89,7 +89,6 @@ def measured(problem: NormProblem, device: DeviceSpec) -> tuple[Ranges, str] | N
             (_, plan), width = min(fit, key=lambda each: each[0][0], default=((0, None), ""))
             widths |= {width: plan} if plan else {}
             found.append((sms * most, plan))
-            fewest = most
         if widths:
             ranges = _merged((end, plan or at(predicted(problem, device), end)) for end, plan in found)
             return ranges, f"the fastest of those measured on {known.gpu} at {' and '.join(widths)}"

@@ -85,14 +85,17 @@ JOBS = [
     (90, make_problem("layer", 245760)),
     (90, make_problem("rms", 163856)),
     (100, make_problem("layer", 61440)),
+    (100, make_problem("rms", 15368)),  # 64 columns of a thread, in 16 chunks
     (103, make_problem("layer", 237568)),
     (120, make_problem("layer", 4096)),
+    (120, make_problem("layer", 6516)),
     (90, make_problem("layer", 4096, wants_dx=False)),
     (100, make_problem("rms", 1000, "fp32", grad="bf16", wants_dx=False)),
     (120, make_problem("layer", 1000, wants_dx=False, wants_dw=False)),
     (120, make_problem("layer", 128, direction="forward")),
     (100, make_problem("layer", 128)),
     (103, make_problem("layer", 640)),
+    (103, make_problem("layer", 36084, "fp32", direction="forward")),  # 16 CTAs have two rows
     (100, replace(make_problem("layer", 4096), residual_dtype=torch.bfloat16)),
     (80, make_problem("layer", 16383, weight="none", direction="forward")),
     (80, make_sum("layer", 4096, finish="add")),
