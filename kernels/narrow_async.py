@@ -3,7 +3,8 @@
 A thread copies what it will read of the next tile to slots of its own in shared memory, so that no registers wait for
 memory, and no thread for another. The copies of a tile start before the tile in front of it is computed. x has slots
 for two tiles: `ptx.await_copies` between the copies and the reads of x keeps the compiler from moving the copies behind
-what is computed from it. dy, cos and sin have slots for one: a thread has read them before it starts the next copies.
+what is computed from it. So have cos and sin if h is turned, which takes them twice. All else has slots for one: a
+thread has read it before it starts the next copies.
 
 g is not scaled by rstd, so that one phase of shuffles adds up what the variance and the gradient need.
 """
@@ -75,27 +76,28 @@ def start_copies(
     of_dy, of_x, of_tables, first, count, x_ptr, dy_ptr, cos_ptr, sin_ptr, sizes, x_strides, dy_strides, table_strides,
     part, tile: gl.constexpr,
 ):  # fmt: skip
-    """Those of the tile from row `first` on. What is no row is the last one, with a dy of 0."""
+    """Those of the tile from row `first` on, if it is there. What is no row of it is the first one, with a dy of 0."""
     row = first + gl.arange(0, tile.rows, rows_layout(tile, 1))
-    at = place(gl.minimum(row, count - 1), sizes, part, tile)
-    fill(of_x, 0, x_ptr, starts(at, x_strides, part, tile), 16, tile.chunks, False, tile)
-    size = gl.expand_dims(gl.where(row < count, 16, 0), 1)
-    fill(of_dy, 0, dy_ptr, starts(at, dy_strides, part, tile), size, tile.chunks, False, tile)
+    at = place(gl.where(row < count, row, gl.minimum(first, count - 1)), sizes, part, tile)
+    of_rows = gl.where(first < count, 16, 0)
+    fill(of_x, 0, x_ptr, starts(at, x_strides, part, tile), of_rows, tile.chunks, False, tile)
+    of_dy_rows = gl.expand_dims(gl.where(row < count, 16, 0), 1)
+    fill(of_dy, 0, dy_ptr, starts(at, dy_strides, part, tile), of_dy_rows, tile.chunks, False, tile)
     if cos_ptr is not None:
         start = starts(at, table_strides, part, tile)
-        fill(of_tables, 0, cos_ptr, start, 16, tile.table_chunks, True, tile)
-        fill(of_tables, tile.table_chunks, sin_ptr, start, 16, tile.table_chunks, True, tile)
+        fill(of_tables, 0, cos_ptr, start, of_rows, tile.table_chunks, True, tile)
+        fill(of_tables, tile.table_chunks, sin_ptr, start, of_rows, tile.table_chunks, True, tile)
 
 
 @gluon.jit
-def turned_back(du, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, tile: gl.constexpr):
-    """du, turned back by the tables in these slots."""
+def turned(chunks, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, back: gl.constexpr, tile: gl.constexpr):
+    """The chunks, turned by the tables in these slots."""
     cos = read(of_tables, 0, cos_ptr.dtype.element_ty, tile.table_chunks, tile)
     sin = read(of_tables, tile.table_chunks, sin_ptr.dtype.element_ty, tile.table_chunks, tile)
     if tile.per_pair:
         cos = cos + cos
         sin = sin + sin
-    made = turn(du, cos, sin, True, tile)
+    made = turn(chunks, cos, sin, back, tile)
     found = ()
     for c in gl.static_range(tile.chunks):
         found = found + (gl.convert_layout(made[c], layout_of(tile, VECTOR.value), assert_trivial=True),)
@@ -140,11 +142,15 @@ def backward(
     dy_ptr = pick(dy_ptrs, part, 0, tile)
     dx_ptr = pick(dx_ptrs, part, 0, tile)
     count = number(pick(rows, part, 0, tile))
-    of_tile: gl.constexpr = tile.num_chunks * ptx.slot_step(num_warps)
-    of_dy = ptx.open_slots(3 * tile.num_chunks + 2 * tile.table_chunks, num_warps)
+    turns_h: gl.constexpr = norm.form.turn_h is not None
+    of_chunk: gl.constexpr = ptx.slot_step(num_warps)
+    of_tile: gl.constexpr = tile.num_chunks * of_chunk
+    of_table: gl.constexpr = 2 * tile.table_chunks * of_chunk if turns_h else 0  # from a tile's to the next one's
+    of_dy = ptx.open_slots((3 * of_tile + 2 * tile.table_chunks * of_chunk + of_table) // of_chunk, num_warps)
     of_x = of_dy + of_tile
     both_of_x = of_x + of_x + of_tile
     of_tables = of_dy + 3 * of_tile
+    both_of_tables = of_tables + of_tables + of_table
     first = part.cta * tile.step
     step = part.ctas * tile.step
     start_copies(
@@ -166,14 +172,16 @@ def backward(
         ptx.await_copies(0)
         du = read(of_dy, 0, dy_ptr.dtype.element_ty, tile.chunks, tile)
         if norm.form.turn_u is not None:
-            du = turned_back(du, norm.form.turn_u, of_tables, cos_ptr, sin_ptr, tile)
+            du = turned(du, norm.form.turn_u, of_tables, cos_ptr, sin_ptr, True, tile)
         start_copies(
-            of_dy, both_of_x - of_x, of_tables, this_row + step, count, x_ptr, dy_ptr, cos_ptr,
+            of_dy, both_of_x - of_x, both_of_tables - of_tables, this_row + step, count, x_ptr, dy_ptr, cos_ptr,
             sin_ptr, sizes, x_strides, dy_strides, table_strides, part, tile,
         )  # fmt: skip
         ptx.await_copies(1)
         h = read(of_x, 0, x_ptr.dtype.element_ty, tile.chunks, tile)
         of_x = both_of_x - of_x
+        if turns_h:
+            h = turned(h, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, False, tile)
         if norm.layer:
             total = h[0]
             for c in gl.static_range(1, tile.chunks):
@@ -211,6 +219,9 @@ def backward(
             new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c] * rstd, h[c], norm),)
             new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
             dx = dx + (gradient_beside_centered(g[c], h[c], rstd, mean_gx, mean_g, norm),)
+        if turns_h:
+            dx = turned(dx, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, True, tile)
+            of_tables = both_of_tables - of_tables
         for c in gl.static_range(tile.chunks):
             to = dx_ptr + start + columns(c, tile)
             gl.store(to, dx[c].to(dx_ptr.dtype.element_ty), mask=gl.expand_dims(row < count, 1))

@@ -78,7 +78,8 @@ def shaped(
         rows = power_of_two(problem.together)
     else:
         rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
-    copies = num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads and _copies(problem)
+    sixteen_bytes = num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
+    copies = sixteen_bytes and _copies(problem) and 16 * threads * _slots(problem, num_chunks) < limits.static_bytes
     if ctas_per_sm is None:
         registers = min(MAX_REGISTERS, _registers(problem, max(1, rows * chunk * num_chunks // threads), copies))
         ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
@@ -88,12 +89,20 @@ def shaped(
 
 
 def _copies(problem: HeadProblem) -> bool:
-    """Whether the kernel is that of narrow_async.py, if a thread has 16 bytes of a chunk. RMSNorm's that is not rotated
-    loads its next tile early enough without it."""
+    """Whether the kernel is that of narrow_async.py, if a thread has 16 bytes of a chunk. LayerNorm of what is turned
+    has a mean that must be corrected. RMSNorm alone loads its next tile early enough without it."""
     settings, turned = problem.settings, problem.turned
-    as_a_whole = turned == problem.cols and settings.norm_first and not (settings.interleaved and problem.per_pair)
-    pays = problem.cols >= limits.head_copied_columns and (settings.layer or turned > 0)
-    return pays and problem.at_vectors and problem.wants_dx and problem.together == 1 and (as_a_whole or not turned)
+    as_a_whole = turned == problem.cols and not (settings.interleaved and problem.per_pair)
+    as_numbers = settings.norm_first or not settings.layer
+    readable = problem.at_vectors and problem.wants_dx and problem.together == 1
+    pays = settings.layer or turned > 0 or problem.cols >= limits.head_copied_columns
+    return pays and readable and (not turned or (as_a_whole and as_numbers))
+
+
+def _slots(problem: HeadProblem, num_chunks: int) -> int:
+    """Slots of a thread there: of dy, of x for two tiles, and of cos and sin, for two if h is turned."""
+    of_table = 0 if not problem.turned else 1 if problem.per_pair else num_chunks
+    return 3 * num_chunks + of_table * (2 if problem.settings.norm_first else 4)
 
 
 def _registers(problem: HeadProblem, elements: int, copies: bool = False) -> float:

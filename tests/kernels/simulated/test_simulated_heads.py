@@ -36,6 +36,9 @@ OF_16_BITS = [
     HeadCase(cols=128, rotary=128, tokens=9, heads=5, norm="layer", dtype=FP16, table_dtype=BF16, heads_first=True),
     HeadCase(cols=128, rotary=128, tokens=9, norm="layer", dtype=BF16, table_dtype=FP16, half_table=True),
     HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, interleaved=True, weight_dtype=FP32),
+    HeadCase(cols=64, rotary=64, tokens=70, dtype=BF16, table_dtype=BF16, norm_first=False, interleaved=True),
+    HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, norm_first=False, table_dims="BS"),
+    HeadCase(cols=64, tokens=70, dtype=BF16, norm="layer"),
     HeadCase(cols=256, tokens=7, norm="layer", dtype=FP16, weight_dtype=FP32, weight_offset=1.0),
     HeadCase(cols=512, tokens=3, norm="layer", dtype=BF16, weights=False),
 ]
