@@ -87,8 +87,8 @@ from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .host.program import Program
 from .namespace import NAMESPACE
-from .operands import FORWARD, OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
-from .problem.calls import check_backward, check_forward
+from .operands import OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
+from .problem.calls import check
 from .problem.outputs import output_dtype, stats_shape
 from .problem.validation import validate
 
@@ -152,7 +152,7 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
         validate(operands)
         outputs, program = own(operands, miss) if runs_kernels(operands.x) else (None, None)
         return (reference.run(operands), None) if outputs is None else (outputs, program)
-    call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+    call = check(operands)
     wanted = call.problem.wants_any
     if not wanted and not call.added_outputs:
         return (None,) * len(operands.outputs), None

@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_map
 
 import fusednorm
 from fusednorm.heads import operands as heads
-from fusednorm.operands import FORWARD, OPS, Role, operands_of
+from fusednorm.operands import OPS, Role, operands_of
 from fusednorm.planner.device import DeviceSpec
 from fusednorm.planner.plan import VARIANTS, ReferencePlan
-from fusednorm.problem.calls import check_backward, check_forward
+from fusednorm.problem.calls import check
 
 from .fuzz import draw
 from .fuzz.draw import Call
@@ -157,7 +157,7 @@ def launches_of(name: str, call: Call | OtherCall | LookupCall, spec: DeviceSpec
         operands, found = operands_of(name, (), moved(call.arguments("cpu"), "meta")), []
     for setting in settings():
         with setting, fusednorm.force(call.variant):
-            checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+            checked = check(operands)
             choice = fallback.choose(checked.problem, checked.block_rows or checked.rows, spec)
             if not isinstance(choice.plan, ReferencePlan):
                 found += launch.program_of(checked, choice, spec).launches

@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
     def shape_of_parameter(self, at: int, parameter: Tensor) -> tuple[int, ...]:
         """The shape that it must have: of the two for all heads, the one of as many dims."""
-        if not self.are_whole or self.inputs[at].dim() < 2:
+        if self.inputs[at].dim() < 2:
             return (self.cols,)
         heads, dims = self.together(at), parameter.dim() if isinstance(parameter, Tensor) else 1
         return (heads, self.cols) if dims > 1 else (heads * self.cols,)
@@ -177,13 +177,18 @@ class Packing(NamedTuple):
             raise TypeError(f"{op}: heads and kv_heads must be integers, got {self.heads!r} and {self.kv_heads!r}")
         if not isinstance(self.grouped, bool):
             raise TypeError(f"{op}: grouped must be a bool, got {self.grouped!r}")
-        many = self.heads + 2 * self.kv_heads
+        many = self.all_heads
         if min(self.heads, self.kv_heads) < 1 or (self.grouped and self.heads % self.kv_heads):
             rule = "positive, and heads a multiple of kv_heads if grouped"
             raise RuntimeError(f"{op}: heads and kv_heads must be {rule}, got {self.heads} and {self.kv_heads}")
         if not packed.dim() or packed.shape[-1] % many:
             raise RuntimeError(f"{op}: qkv must end in a multiple of {many} columns, got {_shape(packed)}")
         return packed.shape[-1] // many
+
+    @property
+    def all_heads(self) -> int:
+        """How many there are of q, k and v."""
+        return self.heads + 2 * self.kv_heads
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -17,9 +17,9 @@ import torch
 from .. import ops
 from ..host import fallback, gpus, native, prepared
 from ..host.program import Program
-from ..operands import FORWARD, OPS, Operands, Outputs, call_op, op_outputs, operands_of
+from ..operands import OPS, Operands, Outputs, call_op, op_outputs, operands_of
 from ..planner.plan import ReferencePlan
-from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
+from ..problem.calls import BackwardCall, ForwardCall, check
 
 _destroy, _get_kernel = torch.library.Library._destroy, torch.library.get_kernel
 
@@ -98,7 +98,7 @@ def _launched(operands: Operands) -> tuple[Outputs | None, Program | None]:
 
 def _first(operands: Operands, miss: prepared.Miss | None) -> tuple[Outputs | None, Program | None]:
     try:
-        call = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+        call = check(operands)
     except RuntimeError:  # a user's error, or a call that only ATen takes: ATen's kernel decides
         return None, None
     return ops.launch().run(call, miss) if _takes(call) else (None, None)

@@ -185,7 +185,7 @@ def _packed(whole: Node, q: Part, k: Part) -> Packed | None:
         if not (isinstance(count, int) and isinstance(kv_count, int)):
             continue
         packing = Packing(count, kv_count)
-        memory = of_q.new_empty(*batch, (count + 2 * kv_count) * cols)
+        memory = of_q.new_empty(*batch, packing.all_heads * cols)
         if all(is_equal(memory.numel(), each.numel()) for each in (of_whole, gradient.meta["val"])):
             views = [_views_to(*pair) for pair in zip(places, packing.split(memory), strict=True)]
             are_known = all(_sizes(whole.graph, each).count(-1) < 2 for each in (batch, gradient.meta["val"].shape))
@@ -329,7 +329,7 @@ def _pays(found: Packed) -> bool:
     many = count + kv_count
     pairs = (found.q.grad, count), (found.k.grad, kv_count), (found.grad_v, kv_count)
     moved = sum(2 * size for grad, size in pairs if paying.is_computed(grad))
-    moved += 2 * (many + kv_count) * paying.is_computed_with(found.gradient)
+    moved += 2 * found.packing.all_heads * paying.is_computed_with(found.gradient)
     norm = found.q.settings.norm
     # Norms that rotations.py has joined save the concatenation alone, which reads and writes each element.
     saved = limits.saved_tensors[norm if any(found.q.sums) else "no sums"] if found.q.forward is not None else 2
@@ -344,7 +344,7 @@ def _is_taken(found: Packed) -> bool:
         return False
     values = [each if each is None else each.meta["val"] for each in (q.weight, k.weight, q.bias, k.bias, *q.tables)]
     tables = [each if each is None else _table(each, True in is_swapped) for each in values[4:]]
-    width = (found.packing.heads + 2 * found.packing.kv_heads) * found.cols
+    width = found.packing.all_heads * found.cols
     both = found.packing.split(q.x.meta["val"].new_empty(*found.batch, width))[:2]
     try:
         validate("head_norm_bwd_packed", Heads(both, values[:2], values[2:4], *tables, q.eps, q.settings))
@@ -382,7 +382,7 @@ def _make_backward(found: Packed) -> None:
         return call(*_swap_of(node)) if views.is_swapped else node
 
     grads = [viewed(*pair) for pair in zip((q.grad, k.grad, found.grad_v), found.views, strict=True)]
-    width = (found.packing.heads + 2 * found.packing.kv_heads) * found.cols
+    width = found.packing.all_heads * found.cols
     whole = call(aten.view.default, found.whole, [*_sizes(end.graph, found.batch), width])
     tables = [each and (call(*_swap_of(each)) if found.views[0].is_swapped else each) for each in q.tables]
     sums = [part.sums[at] for at in range(2) for part in found.both]

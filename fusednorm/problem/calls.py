@@ -120,6 +120,10 @@ def _views(views: tuple[RowView, ...], added: Sequence[Added]) -> tuple[RowView,
     return (*views, *[each.value for each in added if isinstance(each.value, RowView)]) if added else views
 
 
+def check(operands: Operands) -> ForwardCall | BackwardCall:
+    return check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+
+
 def check_forward(operands: ForwardOperands) -> ForwardCall:
     """Check the operands of a forward and flatten them to rows x cols.
 

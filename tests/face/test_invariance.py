@@ -19,12 +19,12 @@ import fusednorm
 from fusednorm import batch_invariant
 from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.operands import FORWARD, operands_of
 from fusednorm.operands import OPS as OPERANDS
+from fusednorm.operands import operands_of
 from fusednorm.planner import legality
 from fusednorm.planner.device import A100, H100, H200, KNOWN
 from fusednorm.planner.plan import ReferencePlan
-from fusednorm.problem.calls import check_backward, check_forward
+from fusednorm.problem.calls import check, check_forward
 from fusednorm.settings import invariance
 from tests.fuzz.draw import FAMILY, draw
 
@@ -241,6 +241,6 @@ def test_every_op_has_one_plan_for_all_numbers_of_rows(op):
     call = next(each for each in with_rows if 0 not in each.shape)
     operands = operands_of(op, (), call.arguments("cpu"))
     with batch_invariant():
-        checked = check_forward(operands) if operands.direction == FORWARD else check_backward(operands)
+        checked = check(operands)
         assert not checked.problem.nested_rows or checked.problem.form.modulate
         assert len({fallback.choose(checked.problem, rows, H200).plan for rows in (1, 1000, 10**6)}) == 1

@@ -215,6 +215,18 @@ def test_tables_without_dims_are_refused():
         OPS.head_norm_fwd([Q, K], [None] * 2, [None] * 2, torch.tensor(1.0), torch.tensor(1.0), None)
 
 
+def test_what_the_ops_alone_may_be_given_is_refused():
+    none = [None] * 2
+    with pytest.raises(RuntimeError, match="^head_norm_fwd: cos and sin must be given together, got cos alone$"):
+        OPS.head_norm_fwd([Q, K], none, none, ROTARY, None, None)
+    with pytest.raises(RuntimeError, match=r"^head_norm_fwd: inputs\[0\] must have at least one dimension, got shape"):
+        OPS.head_norm_fwd([torch.tensor(1.0), K], none, none, None, None, None)
+    with pytest.raises(RuntimeError, match=r"^head_norm_fwd: weights\[0\] must have shape \(16,\), got \(7,\)$"):
+        OPS.head_norm_fwd([Q[0, 0, 0], K], [W[:7], None], none, None, None, None)
+    with pytest.raises(RuntimeError, match="^head_norm_bwd: output_mask must have one flag per gradient, got .True.$"):
+        OPS.head_norm_bwd([Q, K], [Q, K], none, none, None, None, None, [True])
+
+
 def test_opcheck():
     case = replace(CASES[4], dtype=FP32)
     given, (cos, sin) = case.tensors(), case.tables()
