@@ -221,6 +221,10 @@ def test_what_the_ops_alone_may_be_given_is_refused():
         OPS.head_norm_fwd([Q, K], none, none, ROTARY, None, None)
     with pytest.raises(RuntimeError, match=r"^head_norm_fwd: inputs\[0\] must have at least one dimension, got shape"):
         OPS.head_norm_fwd([torch.tensor(1.0), K], none, none, None, None, None)
+    with pytest.raises(RuntimeError, match=r"^head_norm_fwd: inputs\[1\] must end in 16 columns .* got \(\)$"):
+        OPS.head_norm_fwd([Q, torch.tensor(1.0)], none, none, None, None, None)
+    with pytest.raises(RuntimeError, match=r"cos must broadcast against the rows of inputs\[1\], \(4, 16\), got"):
+        OPS.head_norm_fwd([Q, Q[0, 0]], none, none, *[torch.ones(1, 4, 16)] * 2, None)
     with pytest.raises(RuntimeError, match=r"^head_norm_fwd: weights\[0\] must have shape \(16,\), got \(7,\)$"):
         OPS.head_norm_fwd([Q[0, 0, 0], K], [W[:7], None], none, None, None, None)
     with pytest.raises(RuntimeError, match="^head_norm_bwd: output_mask must have one flag per gradient, got .True.$"):
