@@ -200,6 +200,10 @@ def test_packed_tensors_of_wrong_sizes_are_refused():
         fusednorm.qk_norm_packed(torch.randn(3, 63), 4, 2)
     with pytest.raises(RuntimeError, match="heads a multiple of kv_heads if grouped, got 3 and 2$"):
         fusednorm.qk_norm_packed(torch.randn(3, 70), 3, 2, grouped=True)
+    with pytest.raises(RuntimeError, match="^qk_norm_packed: heads and kv_heads must be positive, .*, got 0 and 2$"):
+        fusednorm.qk_norm_packed(torch.randn(3, 64), 0, 2)
+    with pytest.raises(RuntimeError, match=r"^qk_norm_packed: qkv must end in a multiple of 8 columns, got \(\)$"):
+        fusednorm.qk_norm_packed(torch.tensor(1.0), 4, 2)
     with pytest.raises(TypeError, match="^qk_norm_packed: grouped must be a bool, got 'no'$"):
         fusednorm.qk_norm_packed(torch.randn(3, 64), 4, 2, grouped="no")
 
