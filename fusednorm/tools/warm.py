@@ -25,19 +25,7 @@ from ..functional import groups_of, op_of_sum
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
-from ..operands import (
-    DIRECTIONS,
-    FORMS,
-    FORWARD,
-    NORMS,
-    OPS,
-    OWN_OUTPUTS,
-    Op,
-    Operands,
-    Role,
-    derivative_of,
-    operands_of,
-)
+from ..operands import FORMS, FORWARD, NORMS, OPS, OWN_OUTPUTS, WAYS, Op, Operands, Role, derivative_of, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
@@ -174,7 +162,7 @@ def warmup(
     group_size: int | None = None,
     sample_rows: int | Sequence[int] | None = None,
     modulation_dtype: torch.dtype | None = None,
-    directions: Sequence[str] = DIRECTIONS,
+    directions: Sequence[str] = tuple(WAYS),
     device: torch.device | str | None = None,
     processes: int | None = None,
 ) -> int:
@@ -215,7 +203,7 @@ def warmup(
     """
     require_one_of("warmup", "norm", norm, NORMS)
     for each in directions:
-        require_one_of("warmup", "directions", each, DIRECTIONS)
+        require_one_of("warmup", "directions", each, WAYS)
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
     suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, **of_modulations)
     _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
