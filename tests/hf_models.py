@@ -19,6 +19,7 @@ MODELS = {
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", 2, 1),
     "Gemma2": ("Gemma2ForCausalLM", "Gemma2Config", 4, 1),
     "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", 6, 1),
+    "Olmo2": ("Olmo2ForCausalLM", "Olmo2Config", 4, 1),  # two of them over all heads
     "T5": ("T5ForConditionalGeneration", "T5Config", 5, 2),  # encoder and decoder layers together
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", 2, 1),
     "Bert": ("BertForMaskedLM", "BertConfig", 2, 2),

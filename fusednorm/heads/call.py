@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..dtypes import accumulation_dtype, is_float32_sum
 from ..host.program import Address
-from ..operands import Operands, operands_of, wanted_outputs
+from ..operands import WAYS, Operands, operands_of, wanted_outputs
 from ..planner.norm_problem import ALIGNMENT
 from ..problem.outputs import output_dtype
 from ..problem.rows import levels_of
@@ -74,6 +75,20 @@ class HeadProblem:
     @property
     def wants_float32_sum(self) -> bool:
         return is_float32_sum(self.acc_dtype, self.wants_dw and self.weight_dtype, self.wants_db and self.bias_dtype)
+
+
+def problems_of(heads: Heads) -> Iterator[HeadProblem]:
+    """Forwards and backwards with all gradients, of each number of rows that are normalized as one."""
+    dtype, tables = heads.inputs[0].dtype, [each for each in (heads.cos, heads.sin) if each is not None]
+    parameters = [each[0] if each[0] is None else each[0].dtype for each in (heads.weights, heads.biases)]
+    turned, together = heads.rotary_dim, {heads.together(at) for at in range(len(heads.inputs))}
+    per_pair, dtypes = any(each.shape[-1] < turned for each in tables), tuple(each.dtype for each in tables)
+    for direction, rows in itertools.product(WAYS, together):
+        is_backward = direction == "backward"
+        of_weight, of_bias = (is_backward and each is not None for each in parameters)
+        of = dtype, dtype, *parameters, heads.settings, rows, turned, per_pair, dtypes
+        wanted = {"wants_dx": is_backward, "wants_dw": of_weight, "wants_db": of_bias}
+        yield HeadProblem(direction, len(heads.inputs), heads.cols, *of, **wanted)
 
 
 class Rows(NamedTuple):

@@ -14,7 +14,8 @@ from ..planner.device import DeviceSpec
 from ..planner.legality import OLDEST_ARCH, capability
 from ..planner.plan import ReferencePlan
 from ..settings import invariance
-from .call import HeadCall, HeadProblem
+from .call import HeadCall, HeadProblem, problems_of
+from .problem import Heads
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ def _of_tokens(problem: HeadProblem, device: DeviceSpec, padded: int) -> HeadPla
     if not found:
         return ReferencePlan(f"normalizes {problem.together} heads together, which registers do not hold")
     return min(found, key=lambda plan: (-min(plan.ctas_per_sm, ctas), found[plan]))
+
+
+def has_kernels(heads: Heads, device: DeviceSpec) -> bool:
+    """Whether kernels take norms of heads in both directions, before anything is known of their strides: if so, it pays
+    to run them with the rotation beside them."""
+    return not any(isinstance(choose(each, device), ReferencePlan) for each in problems_of(heads))
 
 
 def shaped(

@@ -18,10 +18,21 @@ from torch.nn import functional as F
 from ..functional import gated_op
 from ..operands import OPS
 from .joining import Joined, behind_float_casts, has_shape_of, narrowed_to
-from .written import Written, both_orders, only_user, other_factor, rest, terms_of, uncast, uncast_all, value_of
+from .written import (
+    VIEWS,
+    Written,
+    both_orders,
+    kind_of,
+    only_user,
+    other_factor,
+    rest,
+    terms_of,
+    uncast,
+    uncast_all,
+    value_of,
+)
 
 ACTIVATIONS = {F.silu: "silu", torch.sigmoid: "sigmoid", F.sigmoid: "sigmoid", "sigmoid": "sigmoid"}
-VIEWS = "view", "reshape", "unflatten", "flatten"
 
 
 def find(norm: Written) -> Iterator[Joined]:
@@ -61,7 +72,7 @@ def _of_groups(norm: Written) -> tuple[Node, Node, int]:
     """What is normalized, x_hat, and the number of groups of columns. Views that split and join groups are skipped."""
     inner, x_hat = norm.x, norm.x_hat or norm.y
     behind = only_user(x_hat)
-    if inner.target not in VIEWS or behind is None or behind.target not in VIEWS:
+    if kind_of(inner) not in VIEWS or kind_of(behind) not in VIEWS:
         return inner, x_hat, 1
     whole, (*_, count, size) = inner.args[0], value_of(inner).shape
     is_one_dim_less = value_of(whole).dim() == value_of(inner).dim() - 1 and has_shape_of(behind, whole)

@@ -48,7 +48,8 @@ class enable_inductor:  # noqa: N801  reads as a function: with enable_inductor(
 
     join says what becomes one op with its norm: a name or some, "all", or () for nothing.
 
-    - "rotary": the norms of q and k and the rotation (RoPE), by halves or by pairs, behind both or before them.
+    - "rotary": the norms of q and k and the rotation (RoPE), by halves or by pairs, behind both or before them; behind
+      them also of norms over all heads.
     - "modulated": norm(h) * (1 + scale) + shift, together with a sum h = residual + gate * x or residual + x; and
       residual + gate * norm(x), or tanh(gate).
     - "gated": norm(x) * act(gate) and norm(x * act(gate)), act silu or sigmoid, also by groups of columns.

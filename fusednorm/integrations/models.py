@@ -88,7 +88,7 @@ def patch_model(
     norm is not rounded before the rotation, and until `restore` another function is in that one's place in its file. A
     trial must show that qk_norm computes the function, the module's forward must not go on without it, and it must get
     the results of both norms as they are. Norms with hooks, and all norms while there are hooks of all modules, run by
-    themselves, as those of all heads do. Compiled code keeps norms and rotation apart without enable_inductor().
+    themselves. Compiled code keeps norms and rotation apart without enable_inductor().
 
     A trial cannot see what its inputs do not show: a branch for more rows, for larger numbers (x beyond 1e6, weights
     beyond 1e4) or for NaNs, one on a flag or a name that is set to another value later, and effects outside of the

@@ -22,13 +22,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..heads import operands as heads
 from ..heads.call import HeadProblem
+from ..heads.plan import choose
 from ..heads.problem import Heads, Packing, Settings, validate
+from ..host import gpus
 from ..namespace import TORCH_OPS
 from ..operands import BACKWARD, FORWARD, OPS, WAYS
 from ..planner import limits
+from ..planner.plan import ReferencePlan
 from . import forwards, paying, routing
 from .edits import arguments_of, call_before, dtype_of, is_equal, is_shape
-from .rotations import has_kernel
 
 aten = torch.ops.aten
 OF_BOTH, BACKWARD_OF_BOTH, OF_PACKED = (getattr(TORCH_OPS, name).default for name in heads.OPS)
@@ -364,7 +366,7 @@ def _has_kernel(found: Packed) -> bool:
     dtypes = (None if each is None else dtype_of(each) for each in (found.q.weight, found.q.bias))
     problem = HeadProblem("backward", 2, found.cols, x.dtype, dtype_of(found.q.grad), *dtypes, found.q.settings,
                           turned=turned, copies=True, wants_dx=True)  # fmt: skip
-    return has_kernel(problem, x.device)
+    return x.device.type != "cuda" or not isinstance(choose(problem, gpus.spec_of(x.device)), ReferencePlan)
 
 
 def _make_backward(found: Packed) -> None:

@@ -22,7 +22,6 @@ from torch.fx import Graph, GraphModule, Node
 from . import folding, gates, joining, modulations, rotations, routing
 from .folding import LeftToInductor
 from .joining import Joined
-from .paying import reached
 from .rotations import Pair
 from .routing import JOINED, MARK
 from .written import BUILT_IN, OURS, find, find_called, kind_of, memory_written_in, reads_any, value_of
@@ -104,16 +103,10 @@ def _make_ops(model: GraphModule, calls: list[tuple[str, Joined]], pairs: list[P
         joining.make_op(model.graph, each, mark, made)
     for pair in pairs:
         rotations.make_op(model.graph, pair, made)
-    for old in made:  # now that no op is to be made that might read what it was made of
-        _erase(old)
-    model.recompile()
-
-
-def _erase(node: Node) -> None:
-    """The node, if nothing uses it, and what is then without use. Other code may be there for its side effects."""
-    for each in sorted(reached([node], lambda each: each.all_input_nodes if _is_pure(each) else ()), reverse=True):
+    for each in reversed(model.graph.nodes):  # other code may be there for its side effects
         if not each.users and _is_pure(each):
-            each.graph.erase_node(each)
+            model.graph.erase_node(each)
+    model.recompile()
 
 
 def _is_pure(node: Node) -> bool:

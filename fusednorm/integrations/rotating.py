@@ -27,9 +27,10 @@ from torch.utils import _pytree
 from .. import autograd
 from ..heads.functional import NAMES, operands, qk_norm
 from ..heads.operands import Settings
+from ..heads.plan import has_kernels
 from ..heads.problem import Heads, heads_of
 from ..heads.reference import rotated
-from ..host import torch_compat
+from ..host import gpus, torch_compat
 from ..host.kernel_devices import runs_kernels
 from .trials import undisturbed
 
@@ -39,15 +40,16 @@ TOLERANCE = 1e-5  # of a trial, whose numbers are about 1
 
 
 class Deferred:
-    """The result of a norm, not computed yet: an op of a form and its arguments. The first argument is x, with 4 dims.
-    `swapped` swaps dims 1 and 2 of the result."""
+    """The result of a norm, not computed yet: an op of a form and its arguments. The first argument is x, with 4 dims,
+    or with 3 for a norm over all heads; `heads`, their number and columns, splits its last dim. `swapped` swaps dims 1
+    and 2 of the result."""
 
-    def __init__(self, op: str, arguments: tuple, swapped: bool = False) -> None:
-        self.op, self.arguments, self.swapped = op, arguments, swapped
+    def __init__(self, op: str, arguments: tuple, swapped: bool = False, heads: tuple[int, int] | None = None) -> None:
+        self.op, self.arguments, self.swapped, self.heads = op, arguments, swapped, heads
 
     @property
     def x(self) -> Tensor:
-        return self.arguments[0]
+        return _apart(self.arguments[0], self.heads)
 
     @property
     def shape(self) -> torch.Size:
@@ -55,7 +57,7 @@ class Deferred:
 
     @functools.cached_property
     def made(self) -> Tensor:
-        y = autograd.of_form_in_cpp(self.op, self.arguments)
+        y = _apart(autograd.of_form_in_cpp(self.op, self.arguments), self.heads)
         return y.transpose(1, 2) if self.swapped else y
 
     @property
@@ -63,9 +65,15 @@ class Deferred:
         return "made" in vars(self)
 
     def transpose(self, first: int, second: int) -> Any:
-        if {first, second} in ({1, 2}, {-3, -2}) and not self.is_made:
-            return Deferred(self.op, self.arguments, not self.swapped)
+        if {first, second} in ({1, 2}, {-3, -2}) and not self.is_made and self.x.dim() == 4:
+            return Deferred(self.op, self.arguments, not self.swapped, self.heads)
         return self.made.transpose(first, second)
+
+    def view(self, *sizes: Any, **named: Any) -> Any:
+        x, shape = self.x, tuple(sizes[0]) if isinstance(sizes[0] if sizes else None, (tuple, list)) else sizes
+        if x.dim() != 3 or self.is_made or len(shape) != 4 or shape[:2] != x.shape[:2]:
+            return self.made.view(*sizes, **named)
+        return Deferred(self.op, self.arguments, heads=tuple(x.unflatten(-1, shape[2:]).shape[2:]))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.made, name)
@@ -74,6 +82,10 @@ class Deferred:
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         args, kwargs = _pytree.tree_map(_made, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _apart(tensor: Tensor, heads: tuple[int, int] | None) -> Tensor:
+    return tensor.unflatten(-1, heads) if heads else tensor
 
 
 def _made(value: Any) -> Any:
@@ -110,7 +122,7 @@ def result_of(module: nn.Module, wait: Wait, op: str, arguments: tuple) -> Tenso
     """The result of a norm that a rotation may follow, deferred if that is sure."""
     x, hooks = arguments[0], (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_watched = any(hooks) or torch_compat.has_global_hooks()
-    may_wait = x.dim() == 4 and runs_kernels(x) and not is_watched and not torch.compiler.is_compiling()
+    may_wait = x.dim() in (3, 4) and runs_kernels(x) and not is_watched and not torch.compiler.is_compiling()
     if may_wait and wait.has_rotated and _is_called_by(wait.code):
         return Deferred(op, arguments)
     y = autograd.of_form_in_cpp(op, arguments)
@@ -133,26 +145,36 @@ def _as_deferred(*rotated: Any) -> tuple[Any, ...]:
     """The tensors, as if their norms had waited, if each is the result of one. From now on these wait."""
     found = [(wait, y, each) for each in rotated for result, wait in _results if (y := result()) is not None
              and type(each) is Tensor and each.data_ptr() == y.data_ptr() and each.numel() == y.numel()]  # fmt: skip
-    swaps = [swapped for _, y, each in found for swapped in (False, True) if _is_view(each, y, swapped)]
-    if not len(rotated) == len(found) == len(swaps):
+    views = [view for _, y, each in found for view in _views_to(each, y)]
+    if not len(rotated) == len(found) == len(views):
         return rotated
     for wait, _, _ in found:
         wait.has_rotated = True
-    return tuple([Deferred(*y.deferred, swapped) for (_, y, _), swapped in zip(found, swaps, strict=True)])
+    return tuple([Deferred(*y.deferred, *view) for (_, y, _), view in zip(found, views, strict=True)])
 
 
-def _is_view(tensor: Tensor, of: Tensor, swapped: bool) -> bool:
-    of = of.transpose(1, 2) if swapped else of
-    return (tensor.shape, tensor.stride()) == (of.shape, of.stride())
+def _views_to(tensor: Tensor, y: Tensor) -> Iterator[tuple[bool, tuple[int, int] | None]]:
+    """`swapped` and `heads` of a Deferred whose view of y the tensor is."""
+    for swapped in (False, True):
+        of = tensor.transpose(1, 2) if swapped and tensor.dim() == 4 else tensor
+        heads = tuple(of.shape[2:]) if of.dim() == 4 == y.dim() + 1 else None
+        if of.shape[:2] == y.shape[:2] and _is_alike(of, _apart(y, heads)):
+            yield swapped, heads
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 class Rotation(NamedTuple):
     """What a function of (q, k, cos, sin) computes: the rotation of pairs of adjacent columns, or of halves; `partial`
-    also of the first columns alone. unsqueeze_dim is the function's default, if it has such an argument."""
+    also of the first columns alone. unsqueeze_dim is the function's default, if it has such an argument. `narrows` says
+    that results have the dtype of q and k beside tables of a wider one."""
 
     interleaved: bool
     partial: bool
     unsqueeze_dim: int | None
+    narrows: bool = False
 
 
 def rotation_of(function: Callable) -> Rotation | None:
@@ -165,18 +187,30 @@ def rotation_of(function: Callable) -> Rotation | None:
             all(_rotates(function, interleaved, turned, at, dim is not None) for at in dims) for turned in (16, 8)
         ]  # fmt: skip
         if right[0]:
-            return Rotation(interleaved, right[1], dim)
+            return Rotation(interleaved, right[1], dim, _narrows(function, dim or HEADS_FIRST))
     return None
 
 
-def _rotates(function: Callable, interleaved: bool, turned: int, heads_dim: int, named: bool) -> bool:
+def _drawn(heads_dim: int, turned: int) -> tuple[list[Tensor], list[Tensor]]:
+    """q and k, cos and sin."""
     generator = torch.Generator("cpu").manual_seed(0)
+    of_heads = [(2, heads, 5, 16) if heads_dim == HEADS_FIRST else (2, 5, heads, 16) for heads in (3, 1)]
+    shapes = *of_heads, *[(2, 5, turned)] * 2
+    drawn = [torch.randn(each, generator=generator, device="cpu", dtype=torch.float32) for each in shapes]
+    return drawn[:2], drawn[2:]
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-    q, k = (draw(*((2, heads, 5, 16) if heads_dim == HEADS_FIRST else (2, 5, heads, 16))) for heads in (3, 1))
-    tables = draw(2, 5, turned), draw(2, 5, turned)
+def _narrows(function: Callable, heads_dim: int) -> bool:
+    (q, k), tables = _drawn(heads_dim, 16)
+    try:
+        with undisturbed():
+            return all(each.dtype == torch.bfloat16 for each in function(q.bfloat16(), k.bfloat16(), *tables))
+    except Exception:  # of a function that takes tables of one dtype with q and k
+        return False
+
+
+def _rotates(function: Callable, interleaved: bool, turned: int, heads_dim: int, named: bool) -> bool:
+    (q, k), tables = _drawn(heads_dim, turned)
     try:
         with undisturbed():
             given = [each.clone().requires_grad_() for each in (q, k)]
@@ -282,6 +316,8 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
     (_, _, q_weight, q_bias, *settings, q_dtype), (_, _, k_weight, k_bias, *of_k, k_dtype) = q.arguments, k.arguments
     if q.op != k.op or settings != of_k or q.swapped != k.swapped or q.is_made or k.is_made:
         return None
+    if {q.x.dim(), k.x.dim()} != {4} or bool(q.heads) != bool(k.heads):
+        return None
     if not all(type(each) is Tensor and each.dim() == 3 and not each.requires_grad for each in (cos, sin)):
         return None
     if not (rotation.partial or cos.shape[-1] == q.x.shape[-1]):
@@ -297,9 +333,14 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
         "weight_offset": weight_offset,
         "rounding": "x_hat" if rounds_x_hat else "once",
     }
+    if q.heads and (named["heads_dim"] != -2 or q_weight is None or k_weight is None):
+        return None
     heads = heads_of(operands(q.x, k.x, **named))
+    if q.heads and q.x.is_cuda and not has_kernels(heads, gpus.spec_of(q.x.device)):
+        return None
+    tables = () if rotation.narrows else (cos.dtype, sin.dtype)
     for at, dtype in enumerate((q_dtype, k_dtype)):  # of the norm's result
-        if {heads.output_dtype(at), functools.reduce(torch.promote_types, (cos.dtype, sin.dtype), dtype)} != {dtype}:
+        if {heads.output_dtype(at), functools.reduce(torch.promote_types, tables, dtype)} != {dtype}:
             return None
     both = qk_norm(q.x, k.x, **named)
     return tuple(each.transpose(1, 2) if q.swapped else each for each in both)

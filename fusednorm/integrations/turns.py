@@ -4,24 +4,24 @@
     cat([a * cos - b * sin, b * cos + a * sin], -1)     where cos and sin have half as many columns
     cat([that, rest], -1)                               of x's first columns, where rest are the others
     x * cos + stack([-b, a], -1).flatten(3) * sin       where a and b are the even and the odd columns
+    y = empty_like(x)                                   and these
+    y[..., ::2], y[..., 1::2] = a * cos - b * sin, b * cos + a * sin
 
-The first three are recognized with the other signs before sin, too. In the last one, as diffusers' FLUX has it, a and b
-are taken from a view by unbind, as halves may be; x may be cast before its products.
+All but the fourth one are recognized with the other signs before sin, too. There, as diffusers' FLUX has it, and in the
+last one, Wan's, a and b are taken from a view by unbind, as halves may be; in FLUX's x may be cast before its products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch.fx import Node
 
 from .paying import reached
-from .written import is_same, kind_of, only_user, other_factor, terms_of, value_of
+from .written import VIEWS, is_same, kind_of, only_user, other_factor, terms_of, value_of
 
-VIEWS = "view", "reshape", "unflatten", "flatten", torch.reshape, torch.unflatten, torch.flatten
-UNBIND = "unbind", torch.unbind
 STEPS = ("add", "sub", "mul", "neg", "cat", "chunk", "getitem")
 
 
@@ -35,11 +35,12 @@ class Turn(NamedTuple):
     is_backward: bool  # with the other signs
     rotary_dim: int | None = None  # the columns that are rotated, if cos has half as many
     interleaved: bool = False  # by pairs
+    stores: tuple[Node, ...] = ()  # into memory of its own
 
 
 def find_turn(x: Node) -> Turn | None:
     """The rotation of all columns or of the first ones."""
-    return _of_all(x) or _of_first(x) or _of_unbound(x)
+    return _of_all(x) or _of_first(x) or _of_unbound(x) or _of_stored(x)
 
 
 def find_turn_to(y: Node) -> Turn | None:
@@ -78,7 +79,7 @@ def _summed(x: Node, wide: Node, product: Node, turned: Node, is_backward: bool,
 
 def _of_unbound(x: Node) -> Turn | None:
     """The rotation of all columns whose halves, or pairs, are a dim of a view."""
-    split = next((user for user in x.users if user.target in VIEWS), None)
+    split = next((user for user in x.users if kind_of(user) in VIEWS), None)
     first, second, interleaved = _unbound(x, split)
     negative = only_user(second)
     turned = only_user(negative)
@@ -86,7 +87,7 @@ def _of_unbound(x: Node) -> Turn | None:
         return None
     if interleaved:
         turned = only_user(turned)
-        if getattr(turned, "target", None) not in VIEWS or value_of(turned).shape != value_of(x).shape:
+        if kind_of(turned) not in VIEWS or value_of(turned).shape != value_of(x).shape:
             return None
     other, *more = [user for user in x.users if user is not split] or [None]
     if other is None or more:
@@ -99,7 +100,7 @@ def _of_unbound(x: Node) -> Turn | None:
 def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, bool]:
     """The halves of x that a view has, and whether these are the columns of even and of odd places."""
     unbound = only_user(split)
-    if getattr(unbound, "target", None) not in UNBIND:
+    if kind_of(unbound) != "unbind":
         return None, None, False
     given = dict(zip(("input", "dim"), unbound.args, strict=False)) | unbound.kwargs
     *rows, cols = value_of(x).shape
@@ -116,13 +117,36 @@ def _unbound(x: Node, split: Node | None) -> tuple[Node | None, Node | None, boo
 def _stacked(node: Node | None) -> tuple[Node, ...]:
     """The tensors whose columns alternate in a node, if a last dim has one of each."""
     given = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs if node is not None else {}
-    is_last = getattr(node, "target", None) is torch.stack and given.get("dim", 0) in (-1, value_of(node).dim() - 1)
+    is_last = kind_of(node) == "stack" and given.get("dim", 0) in (-1, value_of(node).dim() - 1)
     return tuple(given["tensors"]) if is_last else ()
 
 
 def _by_halves(x: Node, halves: Sequence[Node]) -> Turn | None:
     y = only_user(only_user(next(iter(halves[0].users), None)))
-    sums = [_factors(each, halves) for each in _joined(y)]
+    return _of_sums(x, y, halves, _joined(y))
+
+
+def _of_stored(x: Node) -> Turn | None:
+    """The rotation of all columns whose pairs are stored into memory like x's."""
+    split = next((user for user in x.users if kind_of(user) in VIEWS), None)
+    memory = next((user for user in x.users if kind_of(user) == "empty_like"), None)
+    first, second, interleaved = _unbound(x, split)
+    if not interleaved or memory is None or len(memory.users) != 3 or memory.kwargs:
+        return None
+    *stores, y = sorted(memory.users)
+    places = [(..., slice(at, None, 2)) for at in range(2)]
+    are_stores = all(each.target is operator.setitem and each.args[0] is memory for each in stores)
+    if not are_stores or [each.args[1] for each in stores] != places or not {*x.users} <= {split, memory, y}:
+        return None
+    if kind_of(y) != "cast" or y.args[0] is not memory:
+        return None
+    turn = _of_sums(x, y, (first, second), [each.args[2] for each in stores])
+    return turn and turn._replace(interleaved=True, stores=tuple(stores))
+
+
+def _of_sums(x: Node, y: Node, halves: Sequence[Node], summed: Iterable[Node]) -> Turn | None:
+    """The rotation whose first and second columns are such sums of products of both."""
+    sums = [_factors(each, halves) for each in summed]
     if [len(each) for each in sums] != [2, 2]:
         return None
     (cos, of_first), (sin, of_second) = sums[0].values()

@@ -29,7 +29,8 @@ from .edits import arguments_of
 from .paying import reached
 
 NAMES = ("add", "sub", "mul", "neg", "pow", "square", "mean", "rsqrt", "cat", "chunk", "transpose", "unsqueeze",
-         "addcmul")  # fmt: skip
+         "addcmul", "view", "reshape", "unflatten", "flatten", "unbind", "stack", "empty_like")  # fmt: skip
+VIEWS = "view", "reshape", "unflatten", "flatten"
 KINDS: dict[Any, str] = {
     **{getattr(where, name): name for name in NAMES for where in (operator, torch) if hasattr(where, name)},
     **{name: name for name in NAMES},
@@ -141,14 +142,14 @@ def _is_taken(x: Node) -> bool:
 
 def memory_written_in(graph: Graph) -> set[int]:
     """The memory that code of the graph writes in place."""
-    return {_memory_of(each) for node in graph.nodes for each in _written_by(node)} - {None}
+    return {memory_of(each) for node in graph.nodes for each in _written_by(node)} - {None}
 
 
 def reads_any(memory: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
     """Whether y is computed from its inputs through any of this memory. Where nothing of a graph is written, a tensor
     is the same wherever it is read."""
     behind = reached(read_by(y), lambda node: () if node in inputs else read_by(node))
-    return not memory.isdisjoint(map(_memory_of, behind))
+    return not memory.isdisjoint(map(memory_of, behind))
 
 
 def read_by(node: Node) -> list[Node]:
@@ -156,7 +157,7 @@ def read_by(node: Node) -> list[Node]:
     return node.all_input_nodes[: 1 if kind_of(node) == "cast" else None]
 
 
-def _memory_of(node: Node) -> int | None:
+def memory_of(node: Node) -> int | None:
     value = value_of(node)
     is_dense = isinstance(value, Tensor) and value.layout == torch.strided
     return value.untyped_storage()._cdata if is_dense else None

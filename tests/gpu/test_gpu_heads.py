@@ -185,8 +185,9 @@ def test_more_elements_than_32_bits_count_are_addressed_right():
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_patched_model_normalizes_and_rotates_at_once(dtype):
-    model, ids = hf_models.build("Qwen3", hidden=512).to("cuda", dtype), hf_models.tokens("cuda", rows=4, length=256)
+@pytest.mark.parametrize("name", ["Qwen3", "Olmo2"])
+def test_a_patched_model_normalizes_and_rotates_at_once(name, dtype):
+    model, ids = hf_models.build(name, hidden=512).to("cuda", dtype), hf_models.tokens("cuda", rows=4, length=256)
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
     with fusednorm.patch_model(model, rotary=True):
         model(input_ids=ids)  # shows that both norms are followed by the rotation

@@ -354,9 +354,28 @@ def rotated_heads(q, k, of_q, of_k, cos, sin):
     return of(q, of_q), of(k, of_k)
 
 
-def test_norms_of_q_and_k_and_their_rotation_are_one_op():
+def rotated_together(q, k, of_q, of_k, cos, sin):
+    """Of all heads, as diffusers' Wan has them."""
+
+    def of(x, weight):
+        y = F.rms_norm(x, x.shape[-1:], weight, 1e-6).unflatten(-1, (-1, 128))
+        a, b = y.unflatten(-1, (-1, 2)).unbind(-1)
+        of_pairs = cos.unsqueeze(2)[..., 0::2], sin.unsqueeze(2)[..., 1::2]
+        turned = torch.empty_like(y)
+        turned[..., 0::2] = a * of_pairs[0] - b * of_pairs[1]
+        turned[..., 1::2] = a * of_pairs[1] + b * of_pairs[0]
+        return turned.type_as(y)
+
+    return of(q, of_q), of(k, of_k)
+
+
+OF_HEADS = (2, 300, 8, 128), (2, 300, 2, 128), (128,), (128,)
+TOGETHER = (2, 300, 8 * 128), (2, 300, 8 * 128), (8 * 128,), (8 * 128,)
+
+
+@pytest.mark.parametrize(("rotated_heads", "shapes"), [(rotated_heads, OF_HEADS), (rotated_together, TOGETHER)])
+def test_norms_of_q_and_k_and_their_rotation_are_one_op(rotated_heads, shapes):
     torch.manual_seed(0)
-    shapes = (2, 300, 8, 128), (2, 300, 2, 128), (128,), (128,)
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
     angles = torch.randn(2, 300, 64, device="cuda").repeat(1, 1, 2)
     tables = [angles.cos().to(BF16), angles.sin().to(BF16)]

@@ -23,7 +23,9 @@ from head_norms import (
 from planning import ARCHITECTURES, EVERY_ARCHITECTURE
 
 import fusednorm
-from fusednorm.heads.plan import HeadPlan, ReferencePlan, choose, ctas_of
+from fusednorm.heads import functional
+from fusednorm.heads.plan import HeadPlan, ReferencePlan, choose, ctas_of, has_kernels
+from fusednorm.heads.problem import heads_of
 from fusednorm.planner import limits
 from fusednorm.planner.device import A100, H200
 
@@ -124,6 +126,13 @@ def test_a_tile_has_all_heads_of_a_token_that_are_normalized_together(heads, dty
         threads = 32 * plan.num_warps * plan.ctas_per_sm
         assert threads <= H200.max_threads_per_sm and threads * plan.max_registers <= H200.registers_per_sm
         assert all(ctas <= case.batch * case.tokens for ctas in ctas_of(plan, call.problem, call.rows, H200))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "have"), [(40, 40, True), (128, 8, False), (8, 128, False)])
+def test_a_rotation_joins_norms_of_all_heads_that_kernels_hold_in_both_directions(heads, kv_heads, have):
+    case = replace(WHOLE_OF_MODELS[0], heads=heads, kv_heads=kv_heads, cols=128, dtype=BF16)
+    given = functional.operands(**case.tensors("meta"), rotary=case.tables("meta"))
+    assert has_kernels(heads_of(given), H200) == have
 
 
 @pytest.mark.parametrize("kv_heads, launches", [(8, (("q", "k"),) * 2), (2, (("q",), ("k",)) * 2)])

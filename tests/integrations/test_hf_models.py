@@ -15,7 +15,7 @@ from op_log import OpLog
 import fusednorm
 from bench.turns import ROOT
 
-BY_HAND = ("Llama", "Mistral", "Qwen3", "Gemma", "Gemma2", "Gemma3", "T5")
+BY_HAND = ("Llama", "Mistral", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo2", "T5")
 models = pytest.mark.parametrize("name", hf_models.MODELS)
 
 

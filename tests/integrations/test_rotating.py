@@ -50,6 +50,11 @@ def halves_of_pairs(q, k, cos, sin, unsqueeze_dim=1):
     return halves(q, k, cos, sin, unsqueeze_dim)
 
 
+def narrowed(q, k, cos, sin):
+    """As OLMo 2's."""
+    return tuple(turned.to(x.dtype) for turned, x in zip(halves(q, k, cos, sin), (q, k), strict=True))
+
+
 def without_gradient(q, k, cos, sin):
     return halves(q, k.detach(), cos, sin)
 
@@ -60,6 +65,7 @@ def without_gradient(q, k, cos, sin):
         (halves, Rotation(False, False, 1)),
         (first_columns, Rotation(False, True, 1)),
         (pairs, Rotation(True, False, None)),
+        (narrowed, Rotation(False, False, None, narrows=True)),
         (halves_of_pairs, None),
         (without_gradient, None),
         (lambda q, k, cos, sin: halves(q, k, sin, cos), None),
@@ -213,6 +219,40 @@ def looked_at(q, k):
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
+def in_heads(q, k):
+    return tuple(each.view(2, 5, -1, 16).transpose(1, 2) for each in (q, k))
+
+
+def in_heads_of_columns(q, k):
+    return tuple(each.view((2, 5, -1, 16)).contiguous() for each in (q, k))
+
+
+def in_other_heads(q, k):
+    return tuple(each.view(2, -1, 5, 16) for each in (q, k))
+
+
+def as_bits(q, k):
+    assert q.view(torch.int32).dtype == k.view(dtype=torch.int32).dtype == torch.int32
+    return in_heads(q, k)
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "launches"),
+    [(in_heads, {}, 1), (in_heads_of_columns, {"unsqueeze_dim": 2}, 0), (in_other_heads, {}, 0), (as_bits, {}, 0)],
+)
+def test_norms_of_all_heads_wait_until_these_are_rotated(steps, more, launches, ran):
+    stock, given = Attention(steps), inputs()
+    stock.q_norm, stock.k_norm, stock.more = Norm(4 * 16), Norm(2 * 16), more
+    given = [*(each.detach().flatten(2).requires_grad_() for each in given[:2]), *given[2:]]
+    ours = copy.deepcopy(stock)
+    with fusednorm.patch_model(ours, rotary=True):
+        assert_same(ours, stock, given)
+        ran.clear()
+        let_wait(ours)
+        assert_same(ours, stock, given)
+    assert len(ran) == launches
+
+
 @pytest.mark.parametrize(
     ("steps", "more", "launches"),
     [
@@ -272,8 +312,9 @@ def test_norms_that_cannot_be_joined_run_alone(change, ran):
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_qwen3_trains_as_the_stock_model(dtype, ran):
-    model, ids = hf_models.build("Qwen3").to(dtype), hf_models.tokens()
+@pytest.mark.parametrize("name", ["Qwen3", "Olmo2"])
+def test_models_train_as_the_stock_ones(name, dtype, ran):
+    model, ids = hf_models.build(name).to(dtype), hf_models.tokens()
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
     with fusednorm.patch_model(model, rotary=True):
         model(input_ids=ids)
@@ -287,7 +328,7 @@ def test_qwen3_trains_as_the_stock_model(dtype, ran):
 def test_attentions_of_transformers_are_counted():
     pytest.importorskip("transformers", reason="needs the package transformers")
     found = attention_classes.found_in(["qwen3", "gemma3", "olmo2"])
-    assert found == {"Qwen3Attention": True, "Gemma3Attention": True, "Olmo2Attention": False}
+    assert found == {"Qwen3Attention": True, "Gemma3Attention": True, "Olmo2Attention": True}
 
 
 def test_without_rotary_every_norm_runs_by_itself(ran):

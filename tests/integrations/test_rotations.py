@@ -44,7 +44,7 @@ def layer(x, weight):
 
 
 def of_torch(x, weight):
-    return F.rms_norm(x, (D,), weight, EPS)
+    return F.rms_norm(x, weight.shape, weight, EPS)
 
 
 def layer_of_torch(x, weight):
@@ -104,6 +104,16 @@ def turn_unbound_halves(x, cos, sin):
     return (x.float() * cos + turned.float() * sin).to(x.dtype)
 
 
+def turn_stored_pairs(x, cos, sin):
+    """As diffusers' Wan."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    y = torch.empty_like(x)
+    y[..., 0::2] = a * cos - b * sin
+    y[..., 1::2] = a * sin + b * cos
+    return y.type_as(x)
+
+
 def turn_in_part(x, cos, sin):
     size = cos.shape[-1]
     return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
@@ -130,12 +140,27 @@ def rotated_first(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="before
     return last(norm(q, of_q)), last(norm(k, of_k))
 
 
+def of_all_heads(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind"):
+    """As OLMo 2's, and with "never" as diffusers' Wan's: each is [B, S, H * D]."""
+    behind, last = (lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("behind", "last"))
+    tables = [table.unsqueeze(1 if swaps == "behind" else 2) for table in (cos, sin)]
+    q, k = (behind(norm(x, weight).unflatten(-1, (-1, D))) for x, weight in ((q, of_q), (k, of_k)))
+    return [last(turn(x, *tables).to(x.dtype)) for x in (q, k)]
+
+
 def operands(dtype=FP32, table_dtype=FP32, columns=D, batch=2, tokens=6, of_k=2):
     torch.manual_seed(0)
     q, k = (torch.randn(2, tokens, heads, D).to(dtype).requires_grad_() for heads in (4, of_k))
     weights = [torch.randn(D).to(dtype).requires_grad_() for _ in range(2)]
     angles = torch.randn(batch, tokens, columns)
     return [q, k, *weights, angles.cos().to(table_dtype), angles.sin().to(table_dtype)]
+
+
+def operands_of_all_heads(*args, **named):
+    q, k, *_, cos, sin = operands(*args, **named)
+    both = [each.detach().flatten(-2).requires_grad_() for each in (q, k)]
+    weights = [torch.randn(each.shape[-1]).to(each.dtype).requires_grad_() for each in both]
+    return [*both, *weights, cos, sin]
 
 
 def results(function, given):
@@ -178,6 +203,51 @@ def test_a_rotation_may_come_before_the_norm(norm, swaps):
     assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.rsqrt")
     (op,) = calls(traced.forward, "fusednorm.head_norm_fwd")
     assert op.kwargs["norm_first"] is False
+
+
+@pytest.mark.parametrize("of_k", [4, 2, 1])
+@pytest.mark.parametrize(("norm", "swaps"), [(rms, "behind"), (of_torch, "last"), (of_torch, "never")])
+@pytest.mark.parametrize("turn", [turn, turn_pairs, turn_stored_pairs], ids=lambda each: each.__name__)
+def test_a_norm_may_be_one_over_all_heads(turn, norm, swaps, of_k):
+    model = functools.partial(of_all_heads, norm=norm, turn=turn, swaps=swaps)
+    given = operands_of_all_heads(BF16, of_k=of_k)
+    traced = trace(model)
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + 1e-6
+    assert [each.dtype for each in got] == [each.dtype for each in stock]
+    assert of_k == 1 or [each.stride() for each in got] == [each.stride() for each in stock]
+    assert joined(traced) == (1, 1)
+    told = [(e.direction, e.form, e.taken) for e, count in inductor.report().items() for _ in range(count)]
+    assert sorted(told) == [(way, "rotated", True) for way in ("backward", "forward") for _ in "qk"], "each norm once"
+    assert not any(calls(graph, name) for graph in (traced.forward, traced.backward) for name in LEFT_OVERS)
+
+
+def without_weights(q, k, of_q, of_k, cos, sin):
+    return of_all_heads(q, k, None, None, cos, sin, norm=lambda x, _: F.rms_norm(x, x.shape[-1:], None, EPS))
+
+
+def of_k_alone(q, k, of_q, of_k, cos, sin):
+    q = rms(q.unflatten(-1, (-1, D)), of_q[:D]).transpose(1, 2)
+    k = rms(k, of_k).unflatten(-1, (-1, D)).transpose(1, 2)
+    return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
+
+
+def split_otherwise(q, k, of_q, of_k, cos, sin):
+    """Tokens and columns make the rows."""
+    q, k = (rms(x, weight).view(2, -1, 6, D) for x, weight in ((q, of_q), (k, of_k)))
+    return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
+
+
+@pytest.mark.parametrize("model", [without_weights, of_k_alone, split_otherwise], ids=lambda model: model.__name__)
+def test_other_norms_over_all_heads_stay_apart(model):
+    traced, given = trace(model), operands_of_all_heads()
+    for weight in given[2:4]:
+        weight.requires_grad_(model is not without_weights)
+    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert joined(traced) == (0, 0)
 
 
 @pytest.mark.parametrize("turn", [turn, turn_pairs], ids=lambda each: each.__name__)
@@ -330,7 +400,7 @@ def test_results_may_be_written_and_made_anew(model, swaps):
 
 
 WAYS = [turn_chunks, turn_backward, turn_by_halves, turn_halves_backward]
-UNBOUND = [turn_pairs, turn_unbound_halves]
+UNBOUND = [turn_pairs, turn_unbound_halves, turn_stored_pairs]
 
 
 @pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
@@ -405,6 +475,24 @@ def reflected(x, cos, sin):
     return torch.cat([a * cos + b * sin, a * sin + b * cos], -1)
 
 
+def other_columns_stored(x, cos, sin):
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    y = torch.empty_like(x)
+    y[..., 1::2] = a * cos - b * sin
+    y[..., 0::2] = a * sin + b * cos
+    return y.type_as(x)
+
+
+def stored_and_seen(x, cos, sin):
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    y = torch.empty_like(x)
+    y[..., 0::2] = a * cos - b * sin
+    y[..., 1::2] = a * sin + b * cos
+    return y.type_as(x) + y.mean()
+
+
 def minus_cos(x, cos, sin):
     a, b = x.chunk(2, -1)
     cos, sin = (table[..., : D // 2] for table in (cos, sin))
@@ -451,7 +539,7 @@ def trained(x, cos, sin):
 
 OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled, reflected, minus_cos, two_sines]
 OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained]
-OTHERS += [wrong_pairs, pairs_of_other_dims, positive_pairs]
+OTHERS += [wrong_pairs, pairs_of_other_dims, positive_pairs, other_columns_stored, stored_and_seen]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
@@ -497,7 +585,7 @@ def test_unlike_ones_stay_apart(model):
 
 
 @pytest.mark.parametrize("is_patched", [False, True])
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Olmo2"])
 def test_models_of_transformers_train_as_before(name, is_patched):
     model, ids = hf_models.build(name, layers=2).to(BF16), hf_models.tokens()
     exact, stock = hf_models.in_float64(model, ids), hf_models.loss_and_grads(model, ids)
