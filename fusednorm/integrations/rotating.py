@@ -16,7 +16,7 @@ import inspect
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -177,9 +177,16 @@ class Rotation(NamedTuple):
     narrows: bool = False
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Of a function, or of the module that Hugging Face's `kernels`, if installed, makes of one in transformers' files;
+    none of anything else."""
+    runs = function.forward if isinstance(function, nn.Module) else function
+    return inspect.signature(runs).parameters if inspect.isfunction(runs) or inspect.ismethod(runs) else {}
+
+
 def rotation_of(function: Callable) -> Rotation | None:
     """The rotation that a function computes, found by trial on small CPU tensors. None if it computes another one."""
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     dim = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
     dims = (HEADS_FIRST, HEADS_LAST) if dim in (HEADS_FIRST, HEADS_LAST) else (HEADS_FIRST,)
     for interleaved in (False, True):
@@ -272,10 +279,7 @@ def _led_to_rotations(forward: FunctionType, modules: dict[str, nn.Module | None
         if each.opname.startswith("LOAD_"):
             places.setdefault(str(each.argval), []).append(at)
     for name, rotations in places.items():
-        function = forward.__globals__.get(name)
-        if len(rotations) != 1 or not inspect.isfunction(function):
-            continue
-        if [*inspect.signature(function).parameters][2:4] == ["cos", "sin"]:
+        if len(rotations) == 1 and [*_parameters(forward.__globals__.get(name))][2:4] == ["cos", "sin"]:
             (end,) = rotations
             start = max((at for at, each in enumerate(code[:end]) if _leads_past(each, code[end].offset)), default=-1)
             between = {of for of, found in places.items() if all(start < at < end for at in found)}
@@ -288,7 +292,7 @@ def _leads_past(instruction: dis.Instruction, offset: int) -> bool:
 
 
 def _of_deferred(function: Callable, rotation: Rotation) -> Callable:
-    signature = inspect.signature(function)
+    signature = inspect.Signature([*_parameters(function).values()])
 
     @functools.wraps(function)
     def rotate(*arguments, **named):
@@ -304,7 +308,7 @@ def _of_deferred(function: Callable, rotation: Rotation) -> Callable:
                 return made
         return function(*_pytree.tree_map(_made, arguments), **_pytree.tree_map(_made, named))
 
-    rotate.users = 0
+    rotate.users, rotate.__signature__ = 0, signature
     return rotate
 
 

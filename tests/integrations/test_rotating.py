@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import attention_classes
@@ -185,6 +186,37 @@ def test_a_rotated_norm_is_one_launch_and_the_function_comes_back(ran):
             assert type(norm(given[0])) is torch.Tensor, "another caller gets a tensor"
     assert halves is function
     assert all(map(torch.equal, ours(*given), stock(*given)))
+
+
+class OfHub(nn.Module):
+    """What Hugging Face's `kernels` makes of a function."""
+
+    def forward(self, *args, **named):
+        return halves(*args, **named)
+
+    forward.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+         *inspect.signature(halves).parameters.values()]
+    )  # fmt: skip
+
+
+of_hub = OfHub()
+
+
+class AttentionOfHub(Attention):
+    def forward(self, q, k, cos, sin):
+        q, k = self.steps(self.q_norm(q), self.k_norm(k))
+        return of_hub(q, k, cos, sin)
+
+
+def test_a_module_may_stand_for_the_function(ran):
+    stock, given, module = AttentionOfHub(), inputs(), of_hub
+    both = nn.ModuleList([copy.deepcopy(stock), copy.deepcopy(stock)])
+    with fusednorm.patch_model(both, rotary=True):
+        for ours in both:
+            ours(*given)
+            assert_same(ours, stock, given)
+    assert len(ran) == 4 and of_hub is module
 
 
 def let_wait(attention: nn.Module) -> None:
