@@ -89,6 +89,10 @@ def log2_divisor(call: ForwardCall | BackwardCall) -> int:
 @functools.cache
 def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
     rules = budget.of_ring(plan, problem)
+    # Bytes of the widest element that a forward stores. With the columns of one load of a narrower x, each store of a
+    # warp would leave half of its sectors of memory to the next one.
+    written = problem.large[1] if problem.is_forward else ()
+    stored = max(each.itemsize for each in (problem.x_dtype, *written))
     return RingTile(
         plan.rows_per_tile,
         plan.chunk,
@@ -99,7 +103,7 @@ def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
         copy_chunks=plan.copy_chunks,
         tail=plan.tail,
         box=plan.box_columns(problem.cols),
-        vector=min(VECTOR_BYTES // problem.x_dtype.itemsize, plan.chunk // plan.threads_per_row),
+        vector=min(VECTOR_BYTES // stored, plan.chunk // plan.threads_per_row),
         threads_per_row=plan.threads_per_row,
         whole=plan.is_whole(problem.cols),
         weight_in_smem=plan.weight_in_smem,

@@ -105,18 +105,28 @@ class NormProblem:
         return is_float32_sum(self.acc_dtype, *own, *self.sums_out)
 
     @cached_property
+    def large(self) -> tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]:
+        """Dtypes of the tensors with a row for each row of x that a call reads, and of those that it writes."""
+        rows_in = [of for at, of in enumerate(self.rows_in) if not (self.tables and self.names_in[at] in self.tables)]
+        read = self.x_dtype, self.grad_dtype, self.residual_dtype, *rows_in
+        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
+        return tuple([each for each in read if each]), written
+
+    @cached_property
     def traffic(self) -> tuple[int, int, int, int]:
         """Large tensors that a call reads and writes, sums over rows that it wants, and rows that samples share."""
-        read = 2 - self.is_forward + (self.residual_dtype is not None) + len(self.rows_in) - len(self.tables)
-        return read, self.writes_rows + len(self.rows_out), self.num_sums, len(self.shared)
+        return *map(len, self.large), self.num_sums, len(self.shared)
 
     @cached_property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        streamed = [of for at, of in enumerate(self.rows_in) if not (self.tables and self.names_in[at] in self.tables)]
-        read = self.x_dtype, self.grad_dtype, self.residual_dtype, *streamed
-        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
-        return sum(each.itemsize for each in read if each), sum(each.itemsize for each in written)
+        read, written = (sum(each.itemsize for each in dtypes) for dtypes in self.large)
+        return read, written
+
+    @cached_property
+    def widest_row(self) -> int:
+        """Bytes of an element of the widest of these tensors."""
+        return max(each.itemsize for dtypes in self.large for each in dtypes)
 
     @cached_property
     def quantities(self) -> dict[str, Any]:
