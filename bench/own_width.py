@@ -53,7 +53,7 @@ def without(cols: int, key: table.Key) -> tuple[table.Table, ...]:
     """The shipped tables without lines of a width, of keys that could answer in place of this one."""
 
     def left(each: table.Key, widths: dict[int, str]) -> dict[int, str]:
-        alike = each._replace(traffic=key.traffic, parameters=key.parameters) == key
+        alike = each._replace(traffic=key.traffic, parameters=key.parameters, rows=key.rows) == key
         return {width: line for width, line in widths.items() if not (alike and width == cols)}
 
     shipped = table.shipped()

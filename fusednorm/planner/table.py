@@ -39,6 +39,7 @@ class Key(NamedTuple):
     # Itemsize of weight and bias, if it is not x's; of a modulated norm, which may lack them, any. Without them that of
     # modulations, if it is not x's. A forward's are those that it holds (NormProblem.inside).
     parameters: int = 0
+    rows: int = 0  # itemsize of the widest large tensor, if it is wider than those of itemsizes
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
@@ -48,7 +49,9 @@ class Key(NamedTuple):
         of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
         if not (of_parameters and problem.form.modulates):
             of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, max(of_parameters, default=0))
+        of_rows = problem.widest_row if problem.widest_row > max(itemsizes) else 0
+        unlike_x = max(of_parameters, default=0), of_rows
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,28 +66,35 @@ class Table:
 
     def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges, str]]:
         """The line of the problem's width, or else those of the nearest widths that are not far. If the table does
-        not know the problem's parameters, lines of parameters like x answer. They do not for a forward that holds wide
-        rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
-        key = Key.of(problem)
-        if not (self.knows_parameters(problem) or problem.quantities["holds_wide"]):
-            key = self._like(key)
-        return [self.parsed(line) for line in self._lines(key, problem.cols)]
+        not know what is unlike x of the problem, lines of what is like x answer. They do not for a forward that holds
+        wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
+        key = self._unlike_x(problem)
+        if not key and not problem.quantities["holds_wide"]:
+            key = self._like(Key.of(problem))
+        return [self.parsed(line) for line in self._lines(key, problem.cols)] if key else []
 
     def parsed(self, line: str) -> tuple[int, Ranges, str]:
         """The width of a line, its ranges, and its date."""
         cols, plans, *day = json.loads(line)
         return cols, tuple((most or math.inf, text) for most, text in plans), (day or [self.date])[0]
 
-    def knows_parameters(self, problem: NormProblem) -> bool:
-        """Whether a width like the problem's was measured with parameters that are unlike x as the problem's are."""
-        key = Key.of(problem)
-        return key.parameters > 0 and self._lines(key, problem.cols) != []
+    def knows(self, problem: NormProblem) -> bool:
+        """Whether a width like the problem's was measured with parameters or rows that are unlike x as its are."""
+        return self._unlike_x(problem) is not None
+
+    def _unlike_x(self, problem: NormProblem) -> Key | None:
+        """The key of the problem's parameters and rows that are unlike x, or of its rows, or of its parameters: the
+        first that has a near width. None if none has, or nothing is unlike x."""
+        key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
+        ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
+        known = (each for each in ways if (each.parameters or each.rows) and self._lines(each, problem.cols))
+        return next(known, None)
 
     def _like(self, key: Key) -> Key:
-        """The key of parameters like x with the nearest traffic, which is the problem's own if the table has it: by its
-        large tensors, of which those that are written count more, then by sums and rows that samples share. A backward
-        without dx, which writes no large tensor, is unlike all others."""
-        key = key._replace(parameters=0)
+        """The key of parameters and rows like x with the nearest traffic, which is the problem's own if the table has
+        it: by its large tensors, of which those that are written count more, then by sums and rows that samples share.
+        A backward without dx, which writes no large tensor, is unlike all others."""
+        key = key._replace(parameters=0, rows=0)
 
         def distance(each: Key) -> tuple[int, int, int]:
             read, written, sums, shared = (abs(a - b) for a, b in zip(each.traffic, key.traffic, strict=True))
@@ -151,12 +161,12 @@ def _is_known(line: str) -> bool:
 
 def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterator[Table]:
     """The tables of a GPU, the first the one that decides: the user's, and that of its name, or else another of its
-    capability. One that knows the problem's parameters comes before one that does not."""
+    capability. One that knows what is unlike x of the problem comes before one that does not."""
     if isinstance(own := of_user(device.name), Table):
         yield own
     alike = [each for each in shipped() if each.arch == device.arch]
     alike.sort(key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
-    yield from sorted(alike, key=lambda each: problem is not None and not each.knows_parameters(problem))[:1]
+    yield from sorted(alike, key=lambda each: problem is not None and not each.knows(problem))[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:

@@ -60,13 +60,15 @@ class Task(NamedTuple):
     dtype: str  # of DTYPES, of all tensors
     form: str = ""  # the suffix of the form's forward op
     weights: str = ""  # the dtype of weight and bias, if it is another
-    modulations: str = ""  # and that of modulations
+    modulations: str = ""  # that of modulations
+    residuals: str = ""  # and that of the form's residual
 
     @property
     def wanted(self) -> Wanted:
         dtype, weighted = DTYPES[self.dtype], not self.form.endswith("modulated")  # these seldom have a weight
         bias, weight = weighted and self.norm == "layer", DTYPES[self.weights or self.dtype] if weighted else None
         of_form = {"form": self.form, "modulation_dtype": DTYPES[self.modulations or self.dtype]}
+        of_form |= {"residual_dtype": DTYPES[self.residuals]} if self.residuals else {}
         return Wanted(self.norm, self.direction, self.cols, dtype, weight, bias, (True, weighted, bias), **of_form)
 
 
@@ -107,8 +109,8 @@ def is_plan(text: str) -> bool:
 def dense() -> Iterator[Task]:
     """The tasks of a whole table, those of data/survey.json in its order."""
     for part in limits.read("survey"):
-        for task in of_widths(part["cols"], part.get("dtype", "bf16")):
-            yield task._replace(**{name: part.get(name, "") for name in ("form", "weights", "modulations")})
+        unlike_plain = {name: part[name] for name in Task._fields if name in part and name != "cols"}
+        yield from (task._replace(**unlike_plain) for task in of_widths(part["cols"]))
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
@@ -263,10 +265,9 @@ def widths_of(
 
         return _ranges(cols, found[key], predict, device.sm_count)
 
-    return {
-        key: {cols: ranges(key, cols) for cols, counts in widths.items() if len(counts) > 1}
-        for key, widths in found.items()
-    }
+    measured = {key: [cols for cols, counts in widths.items() if len(counts) > 1] for key, widths in found.items()}
+    # A key without widths would be the nearest of some problem, and answer nothing.
+    return {key: {cols: ranges(key, cols) for cols in widths} for key, widths in measured.items() if widths}
 
 
 def days_of(cells: Iterable[Cell]) -> dict[tuple[table.Key, int], str]:
@@ -414,7 +415,8 @@ def write(path: Path, head: dict, widths: dict[table.Key, dict[int, table.Ranges
     """Replaces the file at once, so that nobody reads half of one. A line has its day where it is not the head's."""
     lines: list = [{"format": table.FORMAT} | head]
     for key, ranges in sorted(widths.items()):
-        lines.append({name: value for name, value in key._asdict().items() if value or name != "parameters"})
+        usual = table.Key._field_defaults
+        lines.append({name: value for name, value in key._asdict().items() if value != usual.get(name)})
         for cols, plans in sorted(ranges.items()):
             day = {days.get((key, cols), "")} - {"", head["date"]}
             lines.append([cols, [[None if most == math.inf else most, text] for most, text in plans], *day])

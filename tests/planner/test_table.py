@@ -7,7 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from planning import make_gated, make_modulated, make_problem
+import torch
+from planning import make_gated, make_modulated, make_problem, make_sum
 
 from fusednorm.planner import choice, table
 from fusednorm.planner.candidates import cut
@@ -120,6 +121,23 @@ def test_lines_of_modulations_in_float32_are_for_forwards_and_backwards_that_hol
         assert choice.choose(narrow, 16384, MY_GPU) == choice.choose(narrow, 16384, H200)
 
 
+def test_lines_of_streams_in_float32_are_for_these_alone_and_come_before_those_of_parameters(file):
+    narrow, wide = (make_sum(cols=4096, residual=each) for each in ("bf16", "fp32"))
+    key, streamed = table.Key.of(wide), "MultiWave(2,1024,4,8,2,128,1)"
+    before = choice.choose(wide, 16384, MY_GPU)
+    assert key == table.Key.of(narrow)._replace(rows=4) and table.Key.of(make_sum(dtype="fp32")).rows == 0
+    far = (choice.decide(make_sum(cols=512, residual=each), MY_GPU).source for each in ("bf16", "fp32"))
+    assert len({*far}) == 1, "lines of other streams, where a table has no others"
+    of_parameters = {4096: ((math.inf, ALONE),)}
+    lines = {key._replace(rows=0, parameters=4): of_parameters, key: {4096: ((math.inf, streamed),)}}
+    tune.write(file, head(), lines, {})
+    choice.choices.cache_clear()
+    table.of_user.cache_clear()
+    assert choice.choose(wide, 16384, MY_GPU) == from_text(streamed) != before
+    assert choice.choose(replace(wide, weight_dtype=torch.float32), 16384, MY_GPU).rows_per_tile == 2, "cut for itself"
+    assert choice.choose(narrow, 16384, MY_GPU) == choice.choose(narrow, 16384, H200)
+
+
 def test_lines_of_parameters_in_float32_answer_for_other_gpus_alike_and_for_near_widths_alone():
     def answers(cols, device, **more):
         problem = make_problem(cols=cols, direction="forward", **more)
@@ -222,12 +240,11 @@ def test_the_shipped_table_of_a_gpu_is_its_own_and_is_told(spec):
 
 
 def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
-    kinds = {(task.form, task.weights, task.modulations) for task in tune.dense()}
+    kinds = {task[tune.Task._fields.index("dtype") :] for task in tune.dense()}
     for shipped in table.shipped():
         for key in shipped.lines:
             for cols in list(shipped.lines[key])[::7]:
-                dtype = {2: "bf16", 4: "fp32"}[key.itemsizes[0]]
-                tasks = (tune.Task(key.norm, key.direction, cols, dtype, *kind) for kind in kinds)
+                tasks = (tune.Task(key.norm, key.direction, cols, *kind) for kind in kinds)
                 problem = next(p for p in (task.wanted.problem for task in tasks) if table.Key.of(p) == key)
                 ((found, ranges, _),) = shipped.lookup(problem)
                 assert found == cols

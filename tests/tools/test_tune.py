@@ -81,11 +81,11 @@ def test_neighbouring_widths_decide_where_a_width_has_no_clear_winner_and_nowher
     assert ranges_of(cells) == ((math.inf, plans[TASK][(first, second)[wanted]]),)
 
 
-def test_one_row_count_makes_no_width():
+def test_one_row_count_makes_no_width_and_no_key():
     few, between = tune.Cell(TASK, 1024, times(6.0, 5.0), ""), tune.Cell(TASK, 4096, times(5.0, 9.0), "")
     many = cell(128, 1)
     assert [text for _, text in ranges_of([few, between, many])] == [text_of(PLANS[at]) for at in (1, 0, 1)]
-    assert not any(tune.widths_of([between], H200, table.coefficients(H200)).values())
+    assert not tune.widths_of([between], H200, table.coefficients(H200))
 
 
 def test_a_later_cell_of_few_plans_leaves_the_others_as_they_were_beside_it():
