@@ -47,14 +47,12 @@ def classes_of(file: ModuleType, ending: str) -> list[type]:
 
 def built(attention: type[nn.Module], config: type) -> tuple[nn.Module, object] | None:
     """The attention, and its config. None if it takes other arguments, or has no such norms."""
-    try:
-        made = config(attn_implementation="sdpa")
-        more = {"layer_idx": 0} if "layer_idx" in inspect.signature(attention).parameters else {}
-        with torch.device("meta"):
-            module = attention(made, **more)
-    except Exception:
-        return None
-    if not all(any(norm.fullmatch(name) for name in module._modules) for norm in NORMS):
+    module = None
+    for more in ({"layer_idx": 0}, {}):  # Hugging Face's `kernels` hides what its constructor takes
+        with contextlib.suppress(Exception), torch.device("meta"):
+            made = config(attn_implementation="sdpa")
+            module = module or attention(made, **more)
+    if module is None or not all(any(norm.fullmatch(name) for name in module._modules) for norm in NORMS):
         return None
     module.to_empty(device="cpu")
     for each in module.parameters():
