@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import has_torch_function
 
-from . import lookup, ops, reference, sharding
+from . import ops, reference, sharding
 from .dtypes import accumulation_dtype
 from .host import native, prepared, torch_compat
 from .host.kernel_devices import runs_kernels
@@ -182,14 +182,7 @@ class NormFunction(Function):
             for name, each in zip([output.name for output in operands.outputs], found, strict=True):
                 if each is not None:
                     grads[name] = each if grads.get(name) is None else grads[name] + each
-        found = [grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)]
-        tables = [(at, name) for at, name in by.tables if found[at] is not None]
-        if tables:
-            of_rows, of_tables = zip(*[(found[at], saved[name]) for at, name in tables], strict=True)
-            of_tables = lookup.gradients(of_rows, saved["row_index"], of_tables)
-            for (at, _), each in zip(tables, of_tables, strict=True):
-                found[at] = each
-        return *found, None, None
+        return *[grads.get(name) if want else None for name, want in zip(by.gradients, wanted, strict=True)], None, None
 
 
 _record = torch_compat.record(NormFunction)  # skips torch.func's checks: no call under torch.func gets here

@@ -259,8 +259,7 @@ FORM_OPS = tuple(
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
 
-# Modulated norms whose modulations are tables. Their backwards give one row of gradients for each row of x, which for
-# the shift is that of y.
+# Modulated norms whose modulations are tables.
 INDEX, BY_INDEX = Slot("row_index", Role.INDEX), "_by_index"
 
 
@@ -268,11 +267,11 @@ def _by_index(op: Op) -> Op:
     at = op.inputs.index(SCALE)
     suffix, backward = op.suffix + BY_INDEX, op.backward and op.backward + BY_INDEX
     inputs, outputs = (
-        tuple(each._replace(role=role) if each.role is Role.MODULATION else each for each in some)
-        for some, role in ((op.inputs, Role.TABLE), (op.outputs, Role.ROWS))
+        tuple(each._replace(role=Role.TABLE) if each.role is Role.MODULATION else each for each in some)
+        for some in (op.inputs, op.outputs)
     )
-    behind = [each._replace(gradient="grad_out") if each.name == "shift" else each for each in inputs[at:]]
-    return op._replace(inputs=(*inputs[:at], INDEX, *behind), outputs=outputs, suffix=suffix, backward=backward)
+    inputs = *inputs[:at], INDEX, *inputs[at:]
+    return op._replace(inputs=inputs, outputs=outputs, suffix=suffix, backward=backward)
 
 
 INDEXED_OPS = tuple(_by_index(op) for op in (*MODULATED_OPS, *FORM_OPS) if op.suffix.endswith("_modulated"))
@@ -450,7 +449,6 @@ class Derivative(NamedTuple):
     # The operands that give the dtype of a gradient, and the forward's tensors whose gradient it is. It has the widest
     # dtype of these, and autograd casts it to those of the others.
     dtypes: tuple[tuple[str, tuple[int, ...]], ...]
-    tables: tuple[tuple[int, str], ...]  # the forward's tensors of which an index names rows, with what is kept of them
 
 
 @functools.cache
@@ -478,7 +476,6 @@ def derivative_of(forward: str) -> Derivative:
         tuple(output.name for output in backward.outputs if output.is_dx),
         tuple(slot.name for slot in of.slots if slot.role in (Role.FORM, Role.EPS) and slot.name in backward._fields),
         tuple((each.dtype, mask[outputs.index(each.name)]) for each in op.outputs if op.slot(each.dtype)),
-        tuple((at, names[at]) for at, name in enumerate(of.tensor_names) if slots[name].role is Role.TABLE),
     )
 
 

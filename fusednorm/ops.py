@@ -50,7 +50,7 @@ layer_norm_bwd_modulated, rms_norm_bwd_modulated
     the gradients of all of these: x is the row that was normalized, branch what was multiplied by the gate
 layer_norm_fwd_modulated_by_index, ..., rms_norm_bwd_modulated_by_index
     the same of scale, shift and gate that are tables, `[R, *normalized_shape]`: row_index has x's batch dims, and the
-    number of each row of x. Gradients of modulations have x's shape, a row for each of x
+    number of each row of x
 
 The first four take the arguments of aten::native_layer_norm, native_layer_norm_backward, _fused_rms_norm and
 _fused_rms_norm_backward at the same positions.
@@ -189,7 +189,7 @@ def fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
     batch = validate(operands)
     shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, operands.groups)}
-    shapes |= {Role.ROWS: operands.x.shape, Role.COLUMNS: (*batch, operands.width)}
+    shapes[Role.COLUMNS] = *batch, operands.width
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)

@@ -317,9 +317,11 @@ def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_gr
 
 
 def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor:
-    """The sum over the rows that share a modulation, in its shape: a new tensor. The rows themselves with an index."""
+    """The sum over the rows that share a modulation, in its shape: a new tensor."""
     if operands.row_index is not None:
-        return rows.clone()
+        index, table_rows, cols = operands.row_index, modulation.shape[0], math.prod(operands.normalized_shape)
+        of_rows = rows.reshape(*index.shape, cols), index, table_rows, -1, False
+        return torch.ops.aten.embedding_dense_backward(*of_rows).reshape(modulation.shape)
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
 

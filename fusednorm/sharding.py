@@ -88,7 +88,7 @@ def placed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[dict, 
         elif output.role is Role.MODULATION:
             outputs[output.name] = of_modulation(like, SUM)
         else:
-            outputs[output.name] = SUM if output.role is Role.PARAMETER else ROWS
+            outputs[output.name] = SUM if output.role in (Role.PARAMETER, Role.TABLE) else ROWS
     return outputs, operands, dims
 
 

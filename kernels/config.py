@@ -136,6 +136,10 @@ class Norm(CompileTime):
         """Whether of the nth of rows_in only `gradients` reads the tile."""
         return self.rows_in[nth] in self.form.late
 
+    def is_late_shared(self, nth: int) -> bool:
+        """The same of the nth of shared."""
+        return self.shared[nth] in self.form.late
+
     def row(self, name: str) -> int:
         """Its place among a Form's `tiles`."""
         return 1 + (self.rows_in + self.shared).index(name)
@@ -362,10 +366,10 @@ class ColumnTile(CompileTime):
 
 
 @dataclass(frozen=True)
-class SegmentTile(CompileTime):
-    """rows x chunk elements that num_warps warps hold at a time of a block of rows."""
+class SortTile(CompileTime):
+    """rows x digits that num_warps warps hold at a time: which digit each row's key has, from bit `shift` on."""
 
     rows: int
-    chunk: int
-    block: int
+    digits: int  # both are powers of two
+    shift: int
     num_warps: int

@@ -25,7 +25,8 @@ class StatisticsInMemory(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The CTA is the cta-th of `ctas` that have the rows of a sample: those from `first` to `last`, without `last`."""
+    """The CTA is the cta-th of `ctas` that have the rows of a sample: those from `first` to `last`, without `last`. Of
+    rows in an order, they are places of it."""
 
     sample: tl.tensor
     cta: tl.tensor
@@ -43,6 +44,43 @@ def share_of_cta(rows, sample_rows):
         first = tl.program_id(0).to(rows.dtype) * sample_rows
         share = Share(tl.program_id(0), tl.program_id(1), tl.num_programs(1), first, first + sample_rows)
     return share
+
+
+@triton.jit
+def begin_of_block(block, tiles, blocks):
+    """The first tile of a block; the first blocks have one tile more than the others."""
+    return block * (tiles // blocks) + tl.minimum(block, tiles % blocks)
+
+
+@triton.jit
+def share_of_key(key_ptr, rows, table_rows, tile: tl.constexpr):
+    """The CTA's share where `key_ptr` has the keys of rows in ascending order: places of this order, of one key and of
+    one block. Keys go from -1 to table_rows, and CTA b + 1 + k has those of key k in block b: with b, the first key of
+    a block ascends. So b is the last block of which the number and the first key, with 1, are no more than the CTA's
+    number."""
+    lanes: tl.constexpr = 1024
+    cta = tl.program_id(0)
+    blocks = tl.num_programs(0) - table_rows.to(tl.int32) - 1
+    rows = rows.to(tl.int32)
+    tiles = tl.cdiv(rows, tile.rows)
+    b = 0
+    for start in range(0, blocks, lanes):
+        block = start + tl.arange(0, lanes)
+        place = begin_of_block(block, tiles, blocks) * tile.rows
+        key = tl.load(key_ptr + place, mask=block < blocks, other=0)
+        b = tl.maximum(b, tl.max(tl.where((block < blocks) & (block + 1 + key <= cta), block, 0)))
+    key = cta - 1 - b
+    begin = begin_of_block(b, tiles, blocks) * tile.rows
+    end = tl.minimum(begin_of_block(b + 1, tiles, blocks) * tile.rows, rows)
+    first = end
+    last = begin
+    for start in range(begin, end, lanes):
+        place = start + tl.arange(0, lanes)
+        keys = tl.load(key_ptr + place, mask=place < end, other=0)
+        first = tl.minimum(first, tl.min(tl.where((place < end) & (keys >= key), place, end)))
+        last = tl.maximum(last, tl.max(tl.where((place < end) & (keys <= key), place + 1, begin)))
+    key = tl.where(first < last, key, 0)  # of no rows: nothing must be NaN
+    return Share(key, tl.full([], 0, tl.int32), 1, first, last)
 
 
 @triton.jit
@@ -182,14 +220,21 @@ def combine_tiles(tiles, rows_out, norm: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr):
+def load_parameter(
+    ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, is_there=None
+):  # fmt: skip
     """weight or bias in registers, in its own dtype: a chunk for each chunk c of a tile. The function `columns` gives
-    the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`."""
+    the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`; NaN if
+    `is_there` says that there is none."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         if present:
             col = columns(c, tile)
-            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=0.0),)
+            absent = 0.0
+            if is_there is not None:
+                cols = tl.where(is_there, cols, 0)
+                absent = tl.where(is_there, 0.0, float("nan"))
+            chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=absent),)
         else:
             chunks = chunks + (0.0,)
     return chunks
@@ -206,14 +251,34 @@ def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.cons
 
 
 @triton.jit
-def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, tile: tl.constexpr):
-    """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple."""
+def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, tile: tl.constexpr, table_rows=None):
+    """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple. Of tables of so many
+    rows, the sample is the number of their row, or that of none."""
+    is_there = None
+    if table_rows is not None:
+        is_there = sample.to(tl.uint64) < table_rows  # a negative number is a large one
     loaded = ()
     if shared is not None:
         for t in tl.static_range(len(shared)):
             ptr = row_of_sample(shared, strides_shared, t, sample, tile)
-            loaded = loaded + (load_parameter(ptr, cols, True, columns, tile),)
+            loaded = loaded + (load_parameter(ptr, cols, True, columns, tile, is_there),)
     return loaded
+
+
+@triton.jit
+def load_late_shared(
+    of_sample, shared, strides_shared, sample, cols, columns: tl.constexpr, norm: tl.constexpr, tile: tl.constexpr,
+    table_rows,
+):  # fmt: skip
+    """What `folded` leaves of `load_shared`, with what is late loaded again: no register holds it meanwhile."""
+    again = load_shared(shared, strides_shared, sample, cols, columns, tile, table_rows)
+    found = ()
+    for t in tl.static_range(len(of_sample)):
+        if norm.inside.is_late_shared(t):
+            found = found + (again[norm.nth_shared(norm.inside.shared[t])],)
+        else:
+            found = found + (of_sample[t],)
+    return found
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from .loads import (
     divisible,
     each_of_group,
     folded,
+    load_late_shared,
     load_parameter,
     load_shared,
     load_statistics,
@@ -44,6 +45,7 @@ from .loads import (
     plus,
     pointers,
     share_of_cta,
+    share_of_key,
     statistics_in_memory,
     stride_of_gradients,
     unfolded,
@@ -93,6 +95,12 @@ def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
         found = tl.load(index[0] + row, mask=in_range, other=0).to(tl.int64)
         is_there = in_range & (found.to(tl.uint64) < index[1])  # a negative number is a large one
     return found, is_there
+
+
+@triton.jit
+def rows_at(order_ptr, place, last, rows):
+    """The rows at some places of an order; from the last place on, what is no row."""
+    return tl.load(order_ptr + place, mask=place < last, other=rows)
 
 
 @triton.jit
@@ -401,10 +409,11 @@ def backward(
     dy_inner_stride: "i64", mean_stride: "i64", rstd_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, added=None, bias_ptr=None,
     shared=None, strides_shared=None, sum_partials=None, sample_rows=None, width=None, x_at=None, gate_at=None,
-    row_index_ptr=None, table_rows=None,
+    row_index_ptr=None, table_rows=None, key_ptr=None, order_ptr=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. With a `width`, dx is the gradient of a tensor
-    of so many columns, of which those from x_at and from gate_at on are stored here."""
+    of so many columns, of which those from x_at and from gate_at on are stored here. With sorted keys, the rows of one
+    are a sample, wherever they lie, and the shared rows are those of this number in tables (loads.share_of_key)."""
     index = (row_index_ptr, table_rows)
     cols = divisible(cols, tile)
     dy_ptr = of_group(dy_ptr, cols, tile)
@@ -418,8 +427,13 @@ def backward(
     if width is not None:
         width, x_at, gate_at = divisible(width, tile), divisible(x_at, tile), divisible(gate_at, tile)
     outs = each_of_group(pointers(dx_ptr, rows_out, norm, x_at, gate_at), cols, tile)
-    share = share_of_cta(rows, sample_rows)
-    of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
+    if key_ptr is None:
+        share = share_of_cta(rows, sample_rows)
+        rows_of_table = None
+    else:
+        share = share_of_key(key_ptr, rows, table_rows, tile)
+        rows_of_table = table_rows
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile, rows_of_table)
     inside: tl.constexpr = norm.inside
     weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
     dw = ()
@@ -431,31 +445,43 @@ def backward(
         for _ in tl.static_range(inside.sums):
             sums = sums + (tl.full([tile.rows, tile.chunk], 0.0, norm.acc),)
     step = share.ctas * tile.rows
-    row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    if key_ptr is None:
+        row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+        end = share.last
+    else:
+        place = share.first + tl.arange(0, tile.rows)
+        row = rows_at(order_ptr, place, share.last, rows)
+        ahead = rows_at(order_ptr, place + step, share.last, rows)
+        end = rows
     next_tiles = load_row_tiles(
-        x_rows, rows_in, strides_in, index, row, share.last, cols, norm, tile, late=False
+        x_rows, rows_in, strides_in, index, row, end, cols, norm, tile, late=False
     )
-    dy_next = load_row_tile(dy_rows, row, share.last, cols, norm, tile)
+    dy_next = load_row_tile(dy_rows, row, end, cols, norm, tile)
     source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
-    next_statistics = load_row_statistics(source, row, share.last, norm)
+    next_statistics = load_row_statistics(source, row, end, norm)
     for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
         early = next_tiles
         tiles = early + of_sample
         dy = dy_next
         mean = next_statistics.mean
         rstd = next_statistics.rstd
-        in_range = row < share.last
-        ahead = row + step
+        in_range = row < end
+        if key_ptr is None:
+            ahead = row + step
+        else:  # the rows of a tile are known one tile before they are loaded
+            place += step
+            later = rows_at(order_ptr, place + step, share.last, rows)
         next_tiles = load_row_tiles(
-            x_rows, rows_in, strides_in, index, ahead, share.last, cols, norm, tile, late=False
+            x_rows, rows_in, strides_in, index, ahead, end, cols, norm, tile, late=False
         )
-        dy_next = load_row_tile(dy_rows, ahead, share.last, cols, norm, tile)
-        next_statistics = load_row_statistics(source, ahead, share.last, norm)
+        dy_next = load_row_tile(dy_rows, ahead, end, cols, norm, tile)
+        next_statistics = load_row_statistics(source, ahead, end, norm)
         if snaps(norm, dy_ptr.dtype.element_ty):
             first = first_g(dy_ptr + row_start(dy_rows, row, norm), weight_ptr, in_range, norm)
-        start = (row * stride_of_gradients(cols, width, tile))[:, None]  # nothing is added if there is a width
+        # Nothing is added if there is a width.
+        start = (row.to(tl.int64) * stride_of_gradients(cols, width, tile))[:, None]
         others = load_added(added, start, in_range[:, None], cols, tile)
-        of_rows = load_late_tiles(early, rows_in, strides_in, index, row, share.last, cols, norm, tile)
+        of_rows = load_late_tiles(early, rows_in, strides_in, index, row, end, cols, norm, tile)
         sum_gx = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         sum_g = tl.full([tile.rows, tile.chunk], 0.0, norm.acc)
         new_dw = ()
@@ -475,7 +501,12 @@ def backward(
         if snaps(norm, dy_ptr.dtype.element_ty):
             mean_g = snapped(mean_g, first[:, None])
         new_sums = ()
-        tiles = tiles_again(of_rows, rows, norm, tile) + of_sample
+        complete = of_sample
+        if key_ptr is not None:
+            complete = load_late_shared(
+                of_sample, shared, strides_shared, share.sample, cols, columns, norm, tile, table_rows
+            )  # fmt: skip
+        tiles = tiles_again(of_rows, rows, norm, tile) + complete
         dy = made_again(dy, rows, tile)
         for c in tl.static_range(tile.chunks):
             of_chunk = chunk_of(tiles, c)
@@ -492,19 +523,23 @@ def backward(
                 new_sums = new_sums + (sums[c * inside.sums + s] + grads[inside.gradient_of_sum(s)],)
         sums = new_sums
         row = ahead
+        if key_ptr is not None:
+            ahead = later
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         launch_dependents()
     if norm.folds:
         weight = load_parameter(weight_ptr, cols, norm.has_weight, columns, tile)
         bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
-        of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
+        of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile, rows_of_table)
         dw, db, sums = unfolded(dw, db, sums, weight, bias, of_sample, norm, tile)
     # One for each CTA that has rows.
     partials = min(share.ctas, tl.cdiv(share.last - share.first, tile.rows).to(tl.int32))
     for c in tl.static_range(tile.chunks):
         partial = share.cta + tl.zeros([1, 1], tl.int64)
         here, is_any = partial * of_groups(cols, tile), partial < partials
-        if sample_rows is not None:
+        if key_ptr is not None:  # every CTA has a row, whatever it has
+            here, is_any = (partial + tl.program_id(0)) * cols, partial >= 0
+        elif sample_rows is not None:
             here += share.sample.to(tl.int64) * share.ctas * of_groups(cols, tile)
         if norm.wants_dw:
             dw_ptr = of_group(dw_partial_ptr, cols, tile)

@@ -1,78 +1,113 @@
-"""Sums of the rows that have the same number, as gradients of tables are. They are the same in every run.
+"""Rows in the order of the numbers that an index gives them, for sums of the rows that have the same number.
 
-The numbers come sorted, as `keys`, and `order` says which row each belongs to. A block is tile.block adjacent places of
-this order. CTA (b, c, t) of the first launch adds up the rows of tensor t in block b, tile.chunk columns of them, and
-stores a partial sum for each number in the block, as row b + number of the partials: no two blocks and numbers have the
-same row, because both ascend. The blocks of a number are adjacent, and so are its partials, which CTA (number, c, t) of
-the second launch adds up. Numbers below 0 and from `size` on are left out.
+The order is that of a stable sort: two launches for each digit of a number, whose CTAs share the places of the order
+before. CTA c of the first counts how often its places have each digit, as row c of the counts; CTA c of the second
+knows from these where its rows go. Keys are numbers in ascending order. Those below 0 are -1, and those from `size` on
+are `size`.
+
+multiwave.backward takes its rows in this order. A CTA has the places of one key in one block of them, and leaves their
+sum as a row of the partials: those of key k in block b as row b + 1 + k. No two blocks and keys have the same row,
+because both ascend. The blocks of a key are adjacent, and so are its partials, which `sum_keys` adds up.
 """
 
 import triton
 import triton.language as tl
 
 from .finalizer import sum_partials
+from .ptx import wait_for_prerequisites
 
 
 @triton.jit
-def load_in_order(row_ptr, order_ptr, place, last, col, cols):
-    """The rows at some places of the order, before the last one."""
-    inside = place < last
-    row = tl.load(order_ptr + place, mask=inside, other=0)
-    return tl.load(row_ptr + row.to(tl.int64) * cols + col, mask=inside & (col < cols), other=0.0)
+def tiles_of_cta(rows, tile: tl.constexpr):
+    tiles = tl.cdiv(rows, tile.rows)
+    cta = tl.program_id(0).to(tl.int64)
+    return cta * tiles // tl.num_programs(0), (cta + 1) * tiles // tl.num_programs(0)
 
 
 @triton.jit
-def sum_block(row_ptr, partial_ptr, key_ptr, order_ptr, rows, cols, size, tile: tl.constexpr):
-    """The partial sums of one CTA. The load of the next rows is always under way."""
-    block = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, tile.block)
-    col = tl.program_id(1).to(tl.int64) * tile.chunk + tl.arange(0, tile.chunk)[None, :]
-    place = tl.arange(0, tile.rows)[:, None]
-    key_ptr += block * tile.block
-    order_ptr += block * tile.block
-    keys = tl.load(key_ptr + lane, mask=lane < rows - block * tile.block, other=size).to(tl.int64)
-    at = tl.sum((keys < 0).to(tl.int32))
-    end = tl.sum((keys < size).to(tl.int32))
-    while at < end:
-        key = tl.min(tl.where(lane < at, size, keys))
-        last = tl.sum((keys <= key).to(tl.int32))
-        total = tl.full([tile.rows, tile.chunk], 0.0, partial_ptr.dtype.element_ty)
-        ahead = load_in_order(row_ptr, order_ptr, at + place, last, col, cols)
-        for start in range(at, last, tile.rows):
-            some = ahead
-            ahead = load_in_order(row_ptr, order_ptr, start + tile.rows + place, last, col, cols)
-            total += some.to(total.dtype)
-        target = partial_ptr + (block + key) * cols + col
-        tl.store(target, tl.sum(total, axis=0)[None, :], mask=col < cols)
-        at = last
+def keys_and_digits(key_ptr, place, rows, size, tile: tl.constexpr):
+    """The keys at some places, and which of their digits is which, [tile.rows, tile.digits]; none beyond the rows."""
+    inside = place < rows
+    keys = tl.load(key_ptr + place, mask=inside, other=0)
+    keys = tl.minimum(tl.maximum(keys, -1), size).to(tl.int32)
+    digits = tl.where(inside, ((keys + 1) >> tile.shift) & (tile.digits - 1), -1)
+    return keys, (digits[:, None] == tl.arange(0, tile.digits)[None, :]).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["rows", "size"])
-def sum_blocks(row_ptrs, partial_ptrs, key_ptr, order_ptr, rows: "i64", cols, size: "i64", tile: tl.constexpr):
-    for t in tl.static_range(len(row_ptrs)):
-        if tl.program_id(2) == t:
-            sum_block(row_ptrs[t], partial_ptrs[t], key_ptr, order_ptr, rows, cols, size, tile)
+def count_digits(key_ptr, count_ptr, rows: "i64", size: "i64", tile: tl.constexpr):
+    first, last = tiles_of_cta(rows, tile)
+    counts = tl.full([tile.rows, tile.digits], 0, tl.int32)
+    for at in range(first, last):
+        _, digits = keys_and_digits(key_ptr, at * tile.rows + tl.arange(0, tile.rows), rows, size, tile)
+        counts += digits
+    digit = tl.arange(0, tile.digits)
+    tl.store(count_ptr + tl.program_id(0) * tile.digits + digit, tl.sum(counts, axis=0))
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sum_segments(
-    partial_ptrs, out_ptrs, key_ptr, rows: "i64", cols, block: tl.constexpr, tile: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "size"])
+def sort_by_digit(
+    key_ptr, order_ptr, count_ptr, sorted_key_ptr, sorted_order_ptr, rows: "i64", size: "i64", tile: tl.constexpr
 ):  # fmt: skip
-    """Round each sum once, to the dtype of out; 0 for a number that no row has."""
+    """`order_ptr` is None before the first pass: rows are in their own order."""
+    digit = tl.arange(0, tile.digits)[None, :]
+    before = tl.full([tile.rows, tile.digits], 0, tl.int32)  # rows with the digit in CTAs before this one
+    all_of_it = tl.full([tile.rows, tile.digits], 0, tl.int32)
+    for start in range(0, tl.num_programs(0), tile.rows):
+        cta = start + tl.arange(0, tile.rows)[:, None]
+        counts = tl.load(count_ptr + cta * tile.digits + digit, mask=cta < tl.num_programs(0), other=0)
+        all_of_it += counts
+        before += tl.where(cta < tl.program_id(0), counts, 0)
+    total = tl.sum(all_of_it, axis=0)
+    goes_to = tl.cumsum(total, axis=0) - total + tl.sum(before, axis=0)
+    first, last = tiles_of_cta(rows, tile)
+    for at in range(first, last):
+        place = at * tile.rows + tl.arange(0, tile.rows)
+        keys, digits = keys_and_digits(key_ptr, place, rows, size, tile)
+        target = tl.sum(digits * (goes_to[None, :] + tl.cumsum(digits, axis=0) - 1), axis=1)
+        order = place.to(tl.int32)
+        if order_ptr is not None:
+            order = tl.load(order_ptr + place, mask=place < rows, other=0)
+        tl.store(sorted_key_ptr + target, keys, mask=place < rows)
+        tl.store(sorted_order_ptr + target, order, mask=place < rows)
+        goes_to += tl.sum(digits, axis=0)
+
+
+@triton.jit
+def block_of(place, rows, blocks, tile_rows: tl.constexpr):
+    """That of a place, by loads.begin_of_block. All have 32 bits, in which a division needs no stack."""
+    tiles = tl.cdiv(rows.to(tl.int32), tile_rows)
+    tile = place.to(tl.int32) // tile_rows
+    least, longer = tiles // blocks, tiles % blocks  # tiles of a block, and how many blocks have one more
+    return tl.maximum(tile // (least + 1), (tile - longer) // least)
+
+
+@triton.jit(do_not_specialize=["rows", "num_partials"])
+def sum_keys(
+    partial_ptrs, out_ptrs, key_ptr, rows: "i64", num_partials, cols, tile_rows: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Round each sum once, to the dtype of out; 0 for a key that no row has. The partials are of tiles of tile_rows
+    rows. CTA (key, p, t) has piece p of tensor t."""
+    if tile.dependent:
+        wait_for_prerequisites()
     key = tl.program_id(0).to(tl.int64)
     first_col = tl.program_id(1).to(tl.int64) * tile.cols
-    bounds = key + tl.arange(0, 2)  # the first places of this number and of the next one, by halves of what is left
-    found = bounds * 0
+    bounds = key + tl.arange(0, 2)[:, None]
+    found = bounds * 0  # where this key and the next one begin: no key before is as large, and at most `left` behind it
     left = rows
-    while left > 1:
-        half = left // 2
-        found = tl.where(tl.load(key_ptr + found + half - 1).to(tl.int64) < bounds, found + half, found)
-        left -= half
-    found += (tl.load(key_ptr + found).to(tl.int64) < bounds).to(tl.int64)
+    lanes: tl.constexpr = 256
+    while left > 0:
+        step = tl.cdiv(left, lanes)
+        place = found + (tl.arange(0, lanes)[None, :] + 1) * step - 1
+        inside = place < rows
+        smaller = inside & (tl.load(key_ptr + place, mask=inside, other=0) < bounds)
+        found += tl.sum(smaller.to(tl.int32), axis=1, keep_dims=True) * step
+        left = step - 1
     begin, end = tl.min(found), tl.max(found)
-    first = begin // block
-    count = tl.where(begin < end, (end - 1) // block - first + 1, 0).to(tl.int32)
+    blocks = num_partials - tl.num_programs(0) - 1
+    first = block_of(begin, rows, blocks, tile_rows)
+    count = tl.where(begin < end, block_of(end - 1, rows, blocks, tile_rows) - first + 1, 0).to(tl.int32)
     for t in tl.static_range(len(out_ptrs)):
         if tl.program_id(2) == t:
-            partials, out = partial_ptrs[t] + (first + key) * cols, out_ptrs[t] + key * cols
+            partials, out = partial_ptrs[t] + (first + 1 + key) * cols, out_ptrs[t] + key * cols
             sum_partials(partials, out, first_col, count, cols, None, None, None, tile)

@@ -25,7 +25,7 @@ from fusednorm.tools.tune import to_survey
 MANY_ROWS = 1 << 20
 UNUSED_BYTES = 1024  # most that a ring's bound may have to spare
 EACH_CTA_BY_ITSELF = (3, 8)  # first Triton release whose exchange buffers count one CTA, not the whole cluster
-FINALIZING = {"finalize", "finalize_samples"}
+FINALIZING = {"finalize", "finalize_samples", "count_digits", "sort_by_digit", "sum_keys"}
 ROW_PASSES = {"forward_by_column_tiles", "backward_row_means"}  # their grids do not depend on the CTAs of an SM
 
 

@@ -23,7 +23,7 @@ EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 # Fields of a problem.
 OF_FORM = "form", "rows_in", "names_in", "tables", "rows_out", "stored", "y_dtype", "nested_rows"
-OF_SAMPLES = "by_sample", "sample_divisor", "shared", "names_shared", "summed", "sums_out", "scattered"
+OF_SAMPLES = "by_key", "by_sample", "sample_divisor", "shared", "names_shared", "summed", "sums_out", "scattered"
 SAMPLE_ROWS = 1024
 
 
@@ -129,13 +129,15 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
         residual = meta((rows, *shape), problem.residual_dtype)
         call = check_backward(BackwardOperands(problem.norm, grad, x, shape, mean, rstd, weight, bias, mask, residual))
     of_rows, of_samples = (Role.ROWS, Sharing()), (Role.MODULATION, Sharing(SAMPLE_ROWS, (True,), 1))
+    of_samples = (Role.TABLE, Sharing(0)) if problem.by_key else of_samples
 
     def read(name: str, dtype: torch.dtype, kind: tuple[Role, Sharing]) -> Added:
-        view = RowView(meta((rows, *shape), dtype), 1, problem.cols, 0, rows if name in problem.tables else None)
+        is_table = name in problem.tables or (problem.by_key and name in problem.names_shared)
+        view = RowView(meta((rows, *shape), dtype), 1, problem.cols, 0, rows if is_table else None)
         return Added(name, kind[0], view, kind[1])
 
     added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]
-    added += [Added("row_index", Role.INDEX, meta((rows,), torch.int64))] if problem.tables else []
+    added += [Added("row_index", Role.INDEX, meta((rows,), torch.int64))] if problem.tables or problem.by_key else []
     added += [read(*each, of_samples) for each in zip(problem.names_shared, problem.shared, strict=True)]
     forward = problem.direction == "forward"
     stored = range(1, 1 + len(problem.rows_out)) if forward else [at for at in problem.stored if at]
@@ -147,7 +149,7 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     call = call._replace(
         problem=replace(call.problem, **of_form), added=tuple(added), added_outputs=tuple(outputs),
         **{"bias": bias} if problem.direction == "backward" and problem.reads_bias else {},
-        **{"sample_rows": SAMPLE_ROWS} if problem.shared or problem.by_sample else {},
+        **{"sample_rows": SAMPLE_ROWS} if (problem.shared or problem.by_sample) and not problem.by_key else {},
     )  # fmt: skip
     assert call.problem == problem
     return call

@@ -43,7 +43,6 @@ from fusednorm.problem.calls import check
 
 from .fuzz import draw
 from .fuzz.draw import Call
-from .fuzz.lookups import LOOKUP, LookupCall
 from .fuzz.others import COLUMN_SUM, OTHERS, OtherCall
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +54,6 @@ TOOLS = ("memcheck", "initcheck", "synccheck", CONSAN)
 # Several rows in registers, an odd width, a ring, a cluster, column tiles; more row tiles than CTAs where it is cheap.
 SHAPES = ((700, 256), (400, 1000), (300, 4096), (40, 16384), (9, 40000))
 BLOCK_ROWS = 128  # of ordered sums
-LOOKUPS = ((700, 256, 5), (9, 1152, 300))  # rows, columns, rows of the table
 SUMS = ((1, 400, 256), (9, 400, 256), (30, 300, 64), (2, 33, 70))  # tensors, rows, columns of column_sum
 # Each allocation of torch then has its own bounds. ConSan is chosen by Triton's variable.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -111,16 +109,6 @@ def calls_of_heads(name: str) -> list[OtherCall]:
     ]  # fmt: skip
 
 
-def calls_of_lookups() -> list[LookupCall]:
-    return [
-        LookupCall(
-            LOOKUP, (rows, cols), dict.fromkeys(("x", "second", "out"), torch.bfloat16), "normal", "contiguous",
-            {"size": size, "index": torch.int32}, mode="plain", seed=0,
-        )
-        for rows, cols, size in LOOKUPS
-    ]  # fmt: skip
-
-
 def settings() -> Iterator[contextlib.AbstractContextManager]:
     """In which each call runs: without any, and with sums in blocks, which are added up by a kernel of their own."""
     yield contextlib.nullcontext()
@@ -135,21 +123,18 @@ def sums() -> list[tuple[list, bool]]:
 
 @functools.cache
 def all_calls(name: str) -> list:
-    others = {COLUMN_SUM: sums, LOOKUP: calls_of_lookups}
-    return others[name]() if name in others else calls_of(name) if name in OPS else calls_of_heads(name)
+    if name == COLUMN_SUM:
+        return sums()
+    return calls_of(name) if name in OPS else calls_of_heads(name)
 
 
-def launches_of(name: str, call: Call | OtherCall | LookupCall, spec: DeviceSpec) -> list:
+def launches_of(name: str, call: Call | OtherCall, spec: DeviceSpec) -> list:
     """What a call launches on a GPU; of norms in all settings."""
     from fusednorm.heads import call as head_call
     from fusednorm.heads import launch as head_launch
     from fusednorm.heads.plan import plans_of
-    from fusednorm.host import fallback, launch, segments
+    from fusednorm.host import fallback, launch
 
-    if isinstance(call, LookupCall):
-        dtypes = tuple(call.dtypes[each] for each in call.inputs)
-        problem = segments.SegmentSums(call.given["size"], call.cols, dtypes, call.dtypes["out"], (True,) * 4)
-        return [*segments.program_of(problem).launches]
     if name not in OPS:
         operands = operands_of(name, (), call.arguments("cpu"))
         return [*head_launch.program_of(operands, plans_of(head_call.calls_of(operands), spec), spec).launches]
@@ -224,7 +209,7 @@ def work(name: str, numbers: Sequence[int]) -> None:
     for number in numbers:
         call = all_calls(name)[number]
         print(f"call {number} of {name}", flush=True)
-        if isinstance(call, (Call, OtherCall, LookupCall)):
+        if isinstance(call, (Call, OtherCall)):
             arguments = moved(call.arguments("cpu"), "cuda")  # no kernel of ATen's is looked at
             for setting in settings():
                 with setting:
@@ -342,7 +327,7 @@ def build_ahead(builds: list[tuple[str, int, int]], spec: DeviceSpec, end: float
 
 
 def main() -> int:
-    tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, *OTHERS, LOOKUP)
+    tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, *OTHERS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=tools, default=TOOLS)
     parser.add_argument("--ops", nargs="+", choices=names, default=names)

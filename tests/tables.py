@@ -9,7 +9,7 @@ from cases import BF16, EPS, FP16, FP32
 from torch import Tensor
 
 from fusednorm import reference
-from fusednorm.operands import Operands, operands_of
+from fusednorm.operands import Operands, Role, operands_of
 from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 
 BATCH = 3  # x is [BATCH, rows, cols]
@@ -30,13 +30,15 @@ class Table:
     parameters: torch.dtype | None = None
     has_shift: bool = True
     backward: bool = False
+    has_sums: bool = True  # a backward without is one of dx and dbranch alone, for which no rows are sorted
     nested: bool = False  # x is a slice of a wider tensor, with rows at two strides
     device: str = field(default="cpu", compare=False)
 
     def __str__(self) -> str:
         dtypes = (self.dtype, self.modulation, self.index, self.parameters)
         text = f"{self.norm}{self.form}-{self.rows}x{self.cols}-{self.size}" + "-nested" * self.nested
-        return text + "".join(f"-{each}".replace("torch.", "") for each in dtypes if each) + "-backward" * self.backward
+        text += "".join(f"-{each}".replace("torch.", "") for each in dtypes if each) + "-backward" * self.backward
+        return text + "-without-sums" * (not self.has_sums)
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -66,7 +68,8 @@ class Table:
         return given | {"rstd": rstd, "grad_out": draw(*shape, dtype=self.dtype), "residual_grad": row}
 
     def _operands(self, given: dict[str, Tensor]) -> Operands:
-        settings = {"output_mask": [True] * 7} if self.backward else {"eps": EPS}
+        mask = [True, *[self.has_sums] * 4, True, self.has_sums]
+        settings = {"output_mask": mask} if self.backward else {"eps": EPS}
         if self.form == "_of_gated_sum" and not self.backward:
             settings["rounds_sum"] = False
         op = f"{self.norm}_norm_bwd_modulated" if self.backward else f"{self.norm}_norm_fwd{self.form}_modulated"
@@ -90,10 +93,13 @@ class Table:
             gathered = each[index] if name in ("scale", "shift", "gate") else each
             wide[name] = gathered.double().flatten(0, 1) if gathered is not each else each.double()
         wide["row_index"] = torch.arange(index.numel(), device=self.device).view_as(index)
-        exact = reference.formula(self._operands(wide))
-        for got, want in zip(outputs, exact, strict=True):
+        operands = self._operands(wide)
+        exact = reference.formula(operands)
+        for of, got, want in zip(operands.outputs, outputs, exact, strict=True):
             assert (got is None) == (want is None)
             if got is not None:
+                if of.role is Role.TABLE:
+                    want = want.new_zeros(self.size, self.cols).index_add_(0, index.flatten(), want)
                 assert got.shape == want.shape and got.is_contiguous()
                 epsilon, terms = torch.finfo(got.dtype).eps, max(1, self.operands.x.numel() // got.numel())
                 near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
@@ -113,4 +119,6 @@ BACKWARDS = (
     Table("rms", "", 11, 64, modulation=BF16, has_shift=False, index=torch.int32, parameters=FP32, backward=True),
     Table("layer", "_of_gated_sum", 7, 72, modulation=BF16, nested=True, backward=True),
     Table("rms", "_of_gated_sum", 5, 40, dtype=FP32, parameters=BF16, backward=True),
+    Table("layer", "", 90, 32, size=300, parameters=FP32, backward=True),
+    Table("layer", "_of_gated_sum", 5, 77, backward=True, has_sums=False),
 )

@@ -36,7 +36,6 @@ from environments import python_with
 from head_norms import OF_MODELS, WHOLE_OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
 from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
-from segments import CASES, Segments
 from tables import Table
 
 from fusednorm.planner import choice
@@ -50,7 +49,7 @@ SOURCES = (
     *("kernels/*.py", "fusednorm/dtypes.py", "fusednorm/forms.py"),
     *(f"fusednorm/{room}/*.py" for room in ("planner", "host", "columns", "heads", "problem")),
     *("tests/budgets.py", "tests/column_sums.py", "tests/head_norms.py", "tests/compiling.py", "tests/planning.py"),
-    *("tests/segments.py", "tests/tables.py"),
+    "tests/tables.py",
 )
 
 
@@ -58,10 +57,10 @@ WORK = "import versions; raise SystemExit(versions.work(lambda given: versions.j
 
 
 class Job(NamedTuple):
-    """A problem of a norm, a column sum, a norm of heads, or sums for tables, on one architecture."""
+    """A problem of a norm, a column sum, or a norm of heads, on one architecture."""
 
     arch: int
-    problem: NormProblem | Sums | HeadCase | Segments
+    problem: NormProblem | Sums | HeadCase
 
     def __str__(self) -> str:
         return f"sm_{self.arch} {self.problem}"
@@ -72,8 +71,6 @@ class Job(NamedTuple):
             return column_complaints(self.problem, self.arch)
         if isinstance(self.problem, HeadCase):
             return head_complaints(self.problem, self.arch)
-        if isinstance(self.problem, Segments):
-            return self.problem.complaints(self.arch)
         device = EVERY_ARCHITECTURE[self.arch]
         plans = dict.fromkeys(plan for _, plan in choice.choices(self.problem, device))
         return [
@@ -94,10 +91,10 @@ BF16_AND_OTHERS = [mix for other in (*MIXES[1:], *ODD_MIXES) for mix in (MIXES[0
 SMALL = 12  # the number of problems that --small leaves, for CI
 
 
-def some_problems() -> Iterator[NormProblem | Sums | HeadCase | Segments]:
+def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
     """Every width in both norms and directions: half of the problems in bfloat16, half in the other mixes of dtypes in
     turn. Then forwards with a residual, norms with a gate, modulated norms, backwards with only some gradients
-    wanted or with a residual gradient, column sums, norms of heads, norms with tables, and sums for tables."""
+    wanted or with a residual gradient, column sums, norms of heads, and norms with tables."""
     for turn, cols in enumerate(SOME_WIDTHS):
         for at, (norm, direction) in enumerate((n, d) for n in ("layer", "rms") for d in ("backward", "forward")):
             dtype, weight, grad = BF16_AND_OTHERS[(turn + at * 3) % len(BF16_AND_OTHERS)]
@@ -130,7 +127,8 @@ def some_problems() -> Iterator[NormProblem | Sums | HeadCase | Segments]:
         for backward in (False, True):
             table = Table(("layer", "rms")[turn % 2], "_of_gated_sum", 1, cols, modulation=dtypes[turn % 2])
             yield replace(table, backward=backward).call.problem
-    yield from CASES[2:]
+    for turn, cols in enumerate((392, 1536, 5120)):
+        yield Table("layer", "", 1, cols, modulation=dtypes[turn % 2], parameters=dtypes[0], backward=True).call.problem
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:

@@ -6,21 +6,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..operands import Outputs
+from ..operands import Outputs, Role
 from ..planner import choice, limits
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import Plan, ReferencePlan, grid_of
-from ..problem.calls import BackwardCall, ForwardCall
+from ..problem.calls import Added, BackwardCall, ForwardCall
 from ..problem.validation import require_memory
 from ..settings import invariance, margin
 from ..settings.forcing import forced_variant
-from . import fallback, gpus, launcher, prepared, schedules, sums
+from . import fallback, gpus, launcher, prepared, schedules, segments, sums
 from .fallback import BuildFailed, Choice
 from .gpus import current
 from .key import EXTENTS, Extent
@@ -67,7 +68,7 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
     launches, num_tensors, *parts = build(symbolic, plan, spec)
     launches = with_named(launches, symbolic, first_output=num_tensors)
     if call.block_rows:
-        rows, blocks = (in_force, MOST_ROWS), sums.blocks(call, *parts[:2])
+        rows, blocks = (in_force, MOST_ROWS), sums.blocks(call, launches, *parts[:2])
     elif ordered:
         rows = chosen.rows_above, min(chosen.most_rows, in_force)
     kept = *rows, margin.sms, in_force
@@ -127,27 +128,33 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
         Part(beside=schedules.num_column_tiles(plan, problem) if wants_sums and two_passes else 0, dtype=torch.int32),
         *[Part(per_partial=width)] * len(problem.summed),
     )
+    sort = segments.sort_of(call, count + len(outputs) + len(parts)) if problem.by_key else None
+    parts += sort.parts if sort else ()
     workspace = Workspace(problem.acc_dtype, parts)
     dw_partial, db_partial, means, counters, *partials = [
         Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
         for at, part in enumerate(parts, count + len(outputs))
     ]
-    sample_sums = [sums.sample_sum(call, partial, at) for partial, at in zip(partials, problem.summed, strict=True)]
+    sample_sums = [sums.sample_sum(call, *each) for each in zip(partials, problem.summed)]  # noqa: B905  then sort's
     summed_next = wants_sums and counters is None
     dependent = summed_next and spec.places_dependents
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))
-    over_blocks: dict[Address, Address] = {}
+    over_blocks: list[sums.OverBlocks] = []
     if call.block_rows:
-        out, over_blocks = sums.of_blocks(out, count + len(outputs) + len(parts), workspace.dtype)
-        workspace = workspace._replace(parts=parts + (Part(per_block=sums.padded(width)),) * len(over_blocks))
+        out, over_blocks = sums.of_blocks(call, out, count + len(outputs) + len(parts), workspace.dtype)
+        of_blocks = tuple(Part(per_block=sums.padded(each.size)) for each in over_blocks)
+        workspace = workspace._replace(parts=parts + of_blocks)
     launches = schedules.BACKWARD[type(plan)](plan, call, out, spec)
-    if summed_next:
+    if sort:
+        backward = [replace(each, named=each.named | sort.named) for each in launches]
+        launches = [*sort.launches, *backward, segments.summed(call, plan, out.sums, sort, spec)]
+    if summed_next and (problem.wants_dw or problem.wants_db or not sort):
         launches.append(sums.finalized(call, out))
     grid = grid_of(plan, problem, spec, call.sample_rows)
+    grid = grid.by_key(call.rows_of_sum) if sort else grid
     if call.width and dx:
         launches += copies_of_rest(call, dx, max(1, limits.copying_ctas * spec.sm_count // grid.at_once))
-    if over_blocks:
-        launches.append(sums.add_blocks(over_blocks, width))
+    launches += sums.add_blocks(over_blocks)
     return launches, count, outputs, workspace if wants_sums or two_passes else None, grid
 
 
@@ -155,8 +162,14 @@ def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype
     """The outputs of a call, and the addresses of the OWN_OUTPUTS. None for a dtype of None."""
     own = zip(extents, dtypes, strict=True)
     addresses = [dtype and Address(at, dtype) for at, dtype in enumerate(dtypes, len(call.tensors))]
-    added = [each.value and Output(EXTENTS[each.role], each.value, each.sharing.whole) for each in call.added_outputs]
+    added = [each.value and _added_output(call, each) for each in call.added_outputs]
     return (*[dtype and Output(extent, dtype) for extent, dtype in own], *added), tuple(addresses)
+
+
+def _added_output(call: Call, added: Added) -> Output:
+    if added.role is Role.TABLE:
+        return Output(Extent.FIXED, added.value, shape=(call.rows_of_sum, *call.normalized_shape))
+    return Output(EXTENTS[added.role], added.value, added.sharing.whole)
 
 
 @functools.lru_cache(maxsize=4096)

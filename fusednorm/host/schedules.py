@@ -186,6 +186,8 @@ def _in_clusters(
 def _of_samples(call: Call, sums: tuple[SampleSum, ...] = ()) -> tuple[list[int | Number], dict[str, Operand]]:
     """The grid of a call and its arguments for modulations and their sums, which each sample of rows has for itself."""
     named: dict[str, Operand] = {"sum_partials": tuple([each.partial for each in sums])} if sums else {}
+    if call.problem.by_key:
+        return [Number.CTAS], named
     if call.sample_rows or (call.problem.by_sample and invariance.switch.invariance() > 0):
         # Without sample_rows the kernel is another build. If sums are ordered, a sample alone has the bits of several.
         return [Number.SAMPLES, Number.CTAS], named | {"sample_rows": call.sample_rows or call.rows}

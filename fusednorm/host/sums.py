@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,10 +33,12 @@ def sample_sum(call: BackwardCall, partial: Address, at: int) -> SampleSum:
 
 def finalized(call: BackwardCall, out: Written) -> Launch:
     """The launch that sums the partials, with one CTA per piece of each sum: those of samples, or of dw and of db."""
-    problem, cols = call.problem, call.problem.cols if call.problem.by_sample else call.problem.width
+    problem = call.problem
+    by_sample = problem.by_sample and not problem.by_key
+    cols = problem.cols if by_sample else problem.width
     tile = partials_tile(cols, problem.acc_dtype.itemsize, out.announces_end)
     options, pieces = {"launch_pdl": True} if tile.dependent else {}, triton.cdiv(cols, tile.cols)
-    if problem.by_sample:
+    if by_sample:
         of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
         sums = [SampleSum(*each, OF_ALL_SAMPLES) for each in of_parameters if all(each)] + list(out.sums)
         args = (*map(tuple, zip(*sums, strict=True)), Number.CTAS, cols)
@@ -43,7 +46,7 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     norm = norm_of(problem)
     weight = None if norm.form.finish_dw is None else call.weight
     args = (*out[1:5], Number.PARTIALS, cols, weight)
-    return Launch(finalizer.finalize, (pieces * problem.num_sums,), args, norm, tile, options)
+    return Launch(finalizer.finalize, (pieces * (problem.wants_dw + problem.wants_db),), args, norm, tile, options)
 
 
 @functools.cache
@@ -61,29 +64,42 @@ def blocks_tile() -> PartialsTile:
     return PartialsTile(*limits.piece_of_blocks)
 
 
-def of_blocks(out: Written, first: int, dtype: torch.dtype) -> tuple[Written, dict[Address, Address]]:
-    """What a block writes: its sums go to parts of the workspace, the `first` and those behind it. And these parts by
-    the outputs that are sums over all blocks."""
-    sums_out = [out.dw, out.db, *[each.out for each in out.sums if each.samples == OF_ALL_SAMPLES]]
-    parts = {each: Address(at, dtype) for at, each in enumerate(filter(None, sums_out), first)}
+class OverBlocks(NamedTuple):
+    """A sum over all blocks."""
+
+    out: Address
+    part: Address  # of the workspace, with a sum for each block
+    size: int
+
+
+def of_blocks(call: BackwardCall, out: Written, first: int, dtype: torch.dtype) -> tuple[Written, list[OverBlocks]]:
+    """What a block writes: its sums go to parts of the workspace, the `first` and those behind it."""
+    width, of_all = call.problem.width, [each.out for each in out.sums if each.samples == OF_ALL_SAMPLES]
+    sizes = {each: width for each in (out.dw, out.db) if each} | dict.fromkeys(of_all, width * call.rows_of_sum)
+    over_blocks = [OverBlocks(each, Address(at, dtype), sizes[each]) for at, each in enumerate(sizes, first)]
+    parts = {each.out: each.part for each in over_blocks}
     sums = tuple([each._replace(out=parts.get(each.out, each.out)) for each in out.sums])
-    return out._replace(dw=parts.get(out.dw), db=parts.get(out.db), sums=sums), parts
+    return out._replace(dw=parts.get(out.dw), db=parts.get(out.db), sums=sums), over_blocks
 
 
-def add_blocks(parts: dict[Address, Address], width: int) -> Launch:
-    """The launch that adds up the sums of blocks, with one CTA per piece of each sum."""
-    tile = blocks_tile()
-    grid = triton.cdiv(width, tile.cols), len(parts)
-    args = tuple(parts.values()), tuple(parts), Number.PARTIALS, width, padded(width)
-    return Launch(finalizer.add_blocks, grid, args, None, tile)
+def add_blocks(over_blocks: list[OverBlocks]) -> list[Launch]:
+    """The launches that add up the sums of blocks, one for each size of a sum, with one CTA per piece of each sum."""
+    tile, launches = blocks_tile(), []
+    for size in dict.fromkeys([each.size for each in over_blocks]):
+        outs, parts = zip(*[each[:2] for each in over_blocks if each.size == size], strict=True)
+        args = parts, outs, Number.PARTIALS, size, padded(size)
+        launches.append(Launch(finalizer.add_blocks, (triton.cdiv(size, tile.cols), len(outs)), args, None, tile))
+    return launches
 
 
-def padded(width: int) -> int:
-    """Elements from the sums of a block to those of the next one, at multiples of 16 bytes."""
-    return -(-width // 4) * 4
+def padded(size: int) -> int:
+    """Elements from the sum of a block to that of the next one, at multiples of 16 bytes."""
+    return -(-size // 4) * 4
 
 
-def blocks(call: BackwardCall, outputs: Sequence[Output | None], workspace: Workspace) -> Blocks:
+def blocks(
+    call: BackwardCall, launches: Sequence[Launch], outputs: Sequence[Output | None], workspace: Workspace
+) -> Blocks:
     """How tensors, outputs and parts of the workspace go on from block to block. All tensors that have rows are
     packed."""
     rows, width = call.block_rows, call.problem.width
@@ -99,7 +115,8 @@ def blocks(call: BackwardCall, outputs: Sequence[Output | None], workspace: Work
         if each.value and each.role is Role.MODULATION and each.sharing.rows:
             of_outputs[at] = each.value.itemsize * width * (rows // each.sharing.rows)
     of_parts = [each.per_block * workspace.dtype.itemsize for each in workspace.parts]
-    return Blocks(rows, int(any(of_parts)), (*of_tensors, *of_outputs, *of_parts))
+    once = sum([each.kernel is finalizer.add_blocks for each in launches])
+    return Blocks(rows, once, (*of_tensors, *of_outputs, *of_parts))
 
 
 def _has_rows(added: Added, sample_rows: int) -> bool:

@@ -37,6 +37,7 @@ class NormProblem:
     rows_out: tuple[torch.dtype, ...] = ()  # and that are written
     names_in: tuple[str, ...] = ()  # of rows_in
     tables: tuple[str, ...] = ()  # of these, those of few rows, which an index names for each row of x
+    by_key: bool = False  # a sample is the rows for which the index names one row of tables, wherever they lie
     stored: tuple[int, ...] = (0,)  # which of the form's gradients of rows a backward stores, that of x first
     y_dtype: torch.dtype | None = None  # if it is not x's
     packed: bool = False  # x and the gate are columns of one tensor, and a backward writes the gradient of that tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from . import limits
@@ -193,6 +193,14 @@ class Grid:
     least_short_lived: int  # with fewer short-lived CTAs, of a sample, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
     sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
+    more_ctas: int = 0  # than blocks of rows
+
+    def by_key(self, keys: int) -> Grid:
+        """That of rows in the order of so many keys, and of one before these and one behind them. A block of such rows
+        has a CTA for each of its keys."""
+        more = keys + 1
+        spared = more if more <= limits.spared_ctas * self.at_once else 0
+        return replace(self, at_once=self.at_once - spared, more_ctas=more)
 
     def samples(self, rows: int) -> int:
         return rows // self.sample_rows if self.sample_rows else 1
@@ -211,7 +219,7 @@ class Grid:
         if self.tiles_of_sum:
             turns = -(-tiles // (limit * self.tiles_of_sum))
             limit *= max(1, min(turns, MOST_CTAS // limit)) if turns > 2 else 1
-        return min(tiles, limit)
+        return min(tiles, limit) + self.more_ctas
 
     def partials(self, rows: int) -> int:
         """Of all samples."""

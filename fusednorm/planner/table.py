@@ -68,6 +68,8 @@ class Table:
         """The line of the problem's width, or else those of the nearest widths that are not far. If the table does
         not know what is unlike x of the problem, lines of what is like x answer. They do not for a forward that holds
         wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
+        if problem.by_key:  # no line is of a kernel that gathers rows
+            return []
         key = self._unlike_x(problem)
         if not key and not problem.quantities["holds_wide"]:
             key = self._like(Key.of(problem))

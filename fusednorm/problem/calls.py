@@ -106,6 +106,12 @@ class BackwardCall(NamedTuple):
         return (*own, *[each.tensor for each in self.added if each.role.is_tensor]) if self.added else own
 
     @property
+    def rows_of_sum(self) -> int:
+        """Rows of a sum over all rows of x: those of the tables that an index reads, or one."""
+        tables = [each.value.table_rows for each in self.added if each.is_of_samples and each.value]
+        return next((rows for rows in tables if rows is not None), 1)
+
+    @property
     def rows_read(self) -> tuple[RowView, ...]:
         """Those that have a row for each sample of rows are among them."""
         return _views((self.x, self.grad_out), self.added)
@@ -247,7 +253,8 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     """The operands, as they are read, and the outputs that the package's ops lack; and sample_rows. A forward reads all
     modulations by row if a sample has few rows, or too many that no parts of equal size have enough; if it is of
     a sum, whose CTAs have no registers to hold them, unless they are wider than x, and slow to read for each row; or if
-    a row's bits must not depend on how many rows there are. Tables are read by row, and so are their gradients."""
+    a row's bits must not depend on how many rows there are. So it reads tables; a backward of their gradients has
+    those of a number as a sample, and all rows share the table."""
     is_forward = operands.direction == FORWARD
     own = ForwardOperands if is_forward else BackwardOperands
     if type(operands) is own:
@@ -255,8 +262,12 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
     x, slots = operands.x, list(enumerate(operands.slots, 1))[len(own.slots) :]
     batch_shape = x.shape[:batch_ndim]
     modulations = [(slot.name, operands[at]) for at, slot in slots if slot.role is Role.MODULATION]
+    tables = [slot.name for at, slot in slots if slot.role is Role.TABLE and operands[at] is not None]
     present = [each for each in modulations if each[1] is not None]
     shared = {name: sharing(each, batch_shape, x.dim() - batch_ndim) for name, each in present}
+    outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
+    if any([wanted and each.role is Role.TABLE for each, wanted in outputs]):
+        shared |= dict.fromkeys(tables, Sharing(0))
     dims = max([each.dims for each in shared.values() if each.is_by_sample], default=0)
     sample_rows = math.prod(batch_shape[dims:]) if dims else 0
     parts = _parts_of(sample_rows) if is_forward else 1
@@ -287,7 +298,6 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return (is_forward and row_view(rows, len(read_by))) or row_view_or_copy(rows, len(read_by), cols)
         return statistic(value) if role is Role.STATISTIC else packed(value)
 
-    outputs = list(zip(operands.outputs, wanted_outputs(operands), strict=True))[len(own.outputs) :]
     return (
         tuple(
             Added(slot.name, slot.role, read(slot, operands[at]), shared.get(slot.name, Sharing()))
@@ -322,6 +332,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
         "rows_in": tuple([each.value.tensor.dtype for each in read]),
         "names_in": tuple([each.name for each in read]),
         "tables": tuple([each.name for each in read if each.value.table_rows is not None]),
+        "by_key": any([each.value.table_rows is not None for each in shared]),
         "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
     }
 

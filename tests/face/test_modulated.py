@@ -106,7 +106,7 @@ def test_compiled_gradients_of_a_table_are_added_up_in_a_fixed_order(is_sorted):
         for model in (modulated, traced.model)
     )
     (backward,) = traced.backwards
-    assert len(calls(backward, "fusednorm.lookup_backward")) == 1
+    assert len(calls(backward, "fusednorm.layer_norm_bwd_modulated_by_index")) == 1
     assert not [node for node in backward.graph.nodes if re.search("index_put|scatter|index_add", str(node.target))]
     assert torch.equal(got, want) and not got[0].any()
 

@@ -89,8 +89,8 @@ def modulated(x, residual, scale, gate, shift, weight, bias):
     return fusednorm.ada_layer_norm(x, scale, shift, residual=residual, gate=gate, weight=weight, bias=bias)
 
 
-def of_tables(x, weight):
-    tables = [draw(2, x.shape[-1], seed=seed) for seed in (40, 41)]
+def of_tables(x, weight, scale, other_scale, shift, other_shift):
+    tables = torch.stack([scale, other_scale]), torch.stack([shift, other_shift])
     return fusednorm.ada_rms_norm(x, *tables, index=(x[..., 0] > 0).long(), weight=weight)
 
 
@@ -132,7 +132,7 @@ NORMS = {
     "plus_residual": Norm(fusednorm.rms_norm_add, ("x", "residual"), parameters=("weight",)),
     "gated_by_group": Norm(gated_by_group, ("x", "gate")),
     "gate_first": Norm(gate_first, ("x", "gate"), parameters=("weight",)),
-    "of_tables": Norm(of_tables, parameters=("weight",)),
+    "of_tables": Norm(of_tables, parameters=("weight", "scale", "other_scale", "shift", "other_shift")),
     "packed": Norm(packed, ("packed",), parameters=("weight",), width=lambda cols: 2 * cols + 24),
 }
 MODULATED = Norm(modulated, ("x", "residual"), ("scale", "gate"), ("shift", "weight", "bias"))

@@ -2,7 +2,6 @@
 
 draw.py     a call from its number; the table of ops says which operands there are
 others.py   calls of the ops without a table: norms of q and k, column sums
-lookups.py  those of gradients of tables
 wide.py     an op's formula in float64: exactly, and with the errors of each operation
 check.py    one call: its outputs, the bound of their errors, and what went wrong
 workers.py  processes that run calls, with limits of time

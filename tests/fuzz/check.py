@@ -20,7 +20,7 @@ import fusednorm
 from fusednorm.host import fallback, native, prepared
 from fusednorm.operands import BY_INDEX, OPS, Role
 
-from .draw import Call
+from .draw import TABLE_ROWS, Call
 from .wide import FP32, FP64, Said, Wide, passes, to_wide
 
 TRIALS = 8  # further sets of passes for an output beyond its bound: errors of one set may cancel each other in a sum
@@ -172,18 +172,32 @@ class Differences:
 
 
 def formula(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
-    """The op's formula on wide tensors; with an index that of the op without one, on rows of tables."""
+    """The op's formula on wide tensors."""
     if "row_index" in arguments:
-        call, shape = replace(call, op=call.op.removesuffix(BY_INDEX)), arguments["x"].shape
-        index = arguments["row_index"].long()
-        tables = {slot.name for slot in OPS[call.op].arguments if slot.role is Role.MODULATION}
-        arguments = {name: each for name, each in arguments.items() if name != "row_index"}
-        tables = {name for name in tables if arguments[name] is not None}
-        arguments |= {name: arguments[name][index].reshape(shape) for name in tables}
+        return _formula_by_index(call, arguments)
     wide = tree_map(
         lambda each: to_wide(each) if isinstance(each, Tensor) and each.is_floating_point() else each, arguments
     )
     return tuple(call.formula(wide))
+
+
+def _formula_by_index(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
+    """That of the op without an index, on rows of tables. Their gradients are added up."""
+    op, index, shape = call.op.removesuffix(BY_INDEX), arguments["row_index"].long(), arguments["x"].shape
+    tables = {slot.name: arguments[slot.name] for slot in OPS[op].arguments if slot.role is Role.MODULATION}
+    rows = {name: each[index].reshape(shape) for name, each in tables.items() if each is not None}
+    if call.is_backward:  # not rounded before the sum
+        rows = {name: each.to(torch.promote_types(each.dtype, FP32)) for name, each in rows.items()}
+    given = {name: each for name, each in arguments.items() if name != "row_index"} | rows
+    found = list(formula(replace(call, op=op), given))
+    members = [(index.flatten() == number).nonzero()[:, 0] for number in range(TABLE_ROWS)]
+    for at, output in enumerate(OPS[op].outputs):
+        if output.role is Role.MODULATION and found[at] is not None:
+            of_rows, table = found[at].reshape(index.numel(), -1), tables[output.like]
+            sums = [of_rows.index_select(0, of_number).sum(0) for of_number in members]
+            sums += [of_rows[:0].sum(0)] * (len(table) - TABLE_ROWS)
+            found[at] = torch.stack(sums).to(table.dtype).reshape(table.shape)
+    return tuple(found)
 
 
 def check(call: Call, device: str, runner: Callable[[Call, dict], Said] = run) -> Checked:

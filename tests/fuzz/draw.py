@@ -18,8 +18,7 @@ from fusednorm.forms import CHOICES
 from fusednorm.operands import OPS, Op, Role, op_outputs, operands_of
 from fusednorm.planner.plan import VARIANTS
 
-from . import lookups, others
-from .lookups import LookupCall
+from . import others
 from .others import OtherCall
 
 FAMILY = 50
@@ -178,13 +177,11 @@ def fill(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
     return x.clamp(-info.max, info.max).to(dtype) if kind != "inf" else x.to(dtype)
 
 
-def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall | LookupCall:
+def draw(number: int, seed: int, most_elements: int) -> Call | OtherCall:
     """The call of this number."""
     of_family = random.Random(f"{seed} {number // FAMILY}")
     each = random.Random(f"{seed} {number}")
-    name = of_family.choice((*OPS, *others.OTHERS, lookups.LOOKUP))
-    if name == lookups.LOOKUP:
-        return lookups.draw(of_family, each, most_elements)
+    name = of_family.choice((*OPS, *others.OTHERS))
     if name in others.OTHERS:
         return others.draw(name, of_family, each, most_elements)
     op = OPS[name]

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 from .draw import Call
-from .lookups import LookupCall
 from .others import COLUMN_SUM, OtherCall
 
 WIDTHS = ((8193, "more than 8,192"), (65537, "more than 65,536"))
 
 
-def traits(call: Call | OtherCall | LookupCall) -> dict[str, list[str]]:
+def traits(call: Call | OtherCall) -> dict[str, list[str]]:
     """By kind of trait."""
     setting, dtypes = call.setting, {name: each for name, each in call.dtypes.items() if each}
     of = {

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from calls import skip_unless_memory
 from cases import BF16, EPS, FP16, FP32
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
-from segments import CASES, Segments
 from tables import BACKWARDS, FORWARDS, Table
 
 import fusednorm
 from fusednorm import ops, reference
 from fusednorm.host import fallback, gpus
-from fusednorm.operands import operands_of
+from fusednorm.operands import call_op, operands_of
 from fusednorm.planner.plan import Plan
 from fusednorm.problem.calls import check_forward
 
@@ -178,25 +177,29 @@ def test_gradients_of_a_table_have_the_same_bits_in_every_run(rows, dtype, is_so
 
 
 OF_TABLES = [
-    Segments(18432, 3072, 8, dtypes=(BF16, BF16, BF16), dtype=BF16),
-    Segments(18432, 1152, 1024, dtypes=(FP32, BF16)),
-    Segments(75600, 5120, 1, is_sorted=True),
-    Segments(700_000, 3073, 2, dtype=BF16),  # beyond 2^31 elements
+    *BACKWARDS,
+    Table("layer", "_of_gated_sum", 6144, 3072, size=8, modulation=BF16, backward=True),
+    Table("rms", "", 6144, 1152, size=1024, parameters=FP32, backward=True),
+    Table("layer", "", 25200, 5120, size=1, backward=True),
+    Table("layer", "_of_gated_sum", 1000, 6144, size=300, modulation=BF16, backward=True),
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *OF_TABLES], ids=str)
-def test_rows_of_one_number_are_added_up_as_in_float64_and_with_the_same_bits_in_every_run(case):
-    skip_unless_memory(case.rows * case.cols // 2**25)
-    case = replace(case, device="cuda")
-    rows, index = case.grads, case.index
-    sums = [torch.ops.fusednorm.lookup_backward(rows, index, case.size, dtype=case.dtype) for _ in range(4)]
+@pytest.mark.parametrize("table", OF_TABLES, ids=str)
+def test_backwards_with_tables_give_the_sums_of_float64_with_the_same_bits_in_every_run(table):
+    table = replace(table, device="cuda")
+    operands = table.operands
+
+    def run():
+        return call_op(getattr(torch.ops.fusednorm, operands.op).default, operands)
+
+    first, *others = (run() for _ in range(3))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sums.append(torch.ops.fusednorm.lookup_backward(rows, index, case.size, dtype=case.dtype))
+        others.append(run())
     graph.replay()
-    assert all(torch.equal(*pair) for each in sums[1:] for pair in zip(each, sums[0], strict=True))
-    case.check(sums[0])
+    assert all(a is b is None or torch.equal(a, b) for each in others for a, b in zip(first, each, strict=True))
+    table.check(first)
 
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])

@@ -22,9 +22,8 @@ MAY_IMPORT = {
     "layers": {"functional", "host"},
     "nodes": {"autograd", "forms", "functional", "host", "problem"},
     "functional": {"autograd", "dtypes", "forms", "host", "operands"},
-    "lookup": {"dtypes", "host", "namespace", "ops", "sharding"},
     "autograd": {
-        *("dtypes", "host", "lookup", "namespace", "operands", "ops", "problem", "reference", "settings"),
+        *("dtypes", "host", "namespace", "operands", "ops", "problem", "reference", "settings"),
         "sharding",
     },
     "columns": {"dtypes", "host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},

@@ -33,6 +33,7 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
     "wide_modulation": ("multi_wave", make_modulated(modulation="fp64"), MANY_ROWS, H200),
     "scattered": ("multi_wave", replace(make_modulated(direction="backward"), scattered=True), MANY_ROWS, H200),
+    "by_key": ("pipelined", replace(make_modulated(direction="backward"), by_key=True), MANY_ROWS, H200),
     "unmodulated": ("warp_specialized", make_modulated(), MANY_ROWS, H200),
     "modulations_by_row": ("pipelined", make_gated_sum(by_sample=False), MANY_ROWS, H200),
     "nested_rows": ("pipelined", make_problem(nested_rows=True), MANY_ROWS, H200),
@@ -123,3 +124,11 @@ def test_a_sample_of_many_rows_has_no_more_ctas_than_a_grid_may_have(shape, devi
     call = check_forward(operands_of("layer_norm_fwd_modulated", (), named))
     grid = grid_of(choose(call.problem, call.rows, device), call.problem, device, call.sample_rows)
     assert call.sample_rows and not shape[1] % call.sample_rows and grid.ctas(call.rows) <= MOST_CTAS
+
+
+@pytest.mark.parametrize("rows", [1, 100, 264, 18432])
+def test_ctas_that_have_the_rest_of_a_block_of_keys_run_with_all_others_if_they_are_few(rows):
+    call = meta_call(replace(make_modulated(direction="backward", cols=3072), by_key=True))
+    grid = grid_of(choose(call.problem, 18432, H200), call.problem, H200)
+    assert grid.by_key(8).ctas(rows) <= grid.at_once
+    assert grid.by_key(1000).ctas(rows) == grid.ctas(rows) + 1001

@@ -157,6 +157,10 @@ def extract(x, position, length):
     return (x << (bits - position - length)) >> (bits - length)
 
 
+def count_ones(x):
+    return np.bitwise_count(x).astype(np.uint32)
+
+
 def select(a, b, chosen):
     return np.where(chosen, a, b)
 

@@ -51,6 +51,7 @@ FUNCTIONS = [
     ("shift_left", r"shl\.(b16|b32|b64)", "K K u32"),
     ("shift_right", r"shr\.([bus](?:16|32|64))", "K K u32"),
     ("extract", rf"bfe\.({LONG})", "K K u32 u32"),
+    ("count_ones", r"popc\.(b32|b64)", "u32 K"),
     ("permute", r"prmt\.(b32)", "K K K K"),
     ("select", r"selp\.([busf](?:16|32|64))", "K K K pred"),
     ("shared_of_rank", r"mapa\.shared::cluster\.(u32)", "K K K"),
