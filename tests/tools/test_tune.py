@@ -7,11 +7,13 @@ import contextlib
 import io
 import itertools
 import math
+import weakref
 
 import pytest
 import torch
 from planning import make_problem
 
+from fusednorm.host.program import Program
 from fusednorm.planner import table
 from fusednorm.planner.device import H200
 from fusednorm.planner.model import Coefficients, predict_us
@@ -160,6 +162,22 @@ def test_a_cell_is_timed_once_the_process_of_its_task_has_built_it_and_none_buil
     assert {cell.task.cols for cell in cells[: len(COUNTS)]} == {512} and cells[0].refused
     left = [cell for cell in tune.measure(tasks[:1], known, H200, lambda: False)]
     assert left == [], "plans that were refused are not tried again"
+
+
+def test_nothing_keeps_the_outputs_of_a_plan_when_those_of_the_next_are_made(monkeypatch):
+    made, on_tensors = [], Program.on_tensors
+
+    def watched(*arguments):
+        assert not any(ref() is not None for ref in made)
+        bound = on_tensors(*arguments)
+        made.extend(weakref.ref(each) for each in bound.outputs if each is not None)
+        return bound
+
+    monkeypatch.setattr(Program, "on_tensors", watched)
+    monkeypatch.setattr(tune, "capture", lambda launches: None)
+    task = TASK._replace(direction="backward")
+    tensors, plans = task.wanted.call().tensors, tune.plans_of(task.wanted.problem, H200)
+    assert len(tune._captured(task, warm.FEW_ROWS, plans, H200, tensors)) == len(plans) <= len(made)
 
 
 def test_a_process_says_each_task_that_it_has_built_and_goes_on_after_a_kernel_that_does_not_compile(monkeypatch):
