@@ -20,6 +20,7 @@ from torch import SymFloat, SymInt, Tensor
 from torch._inductor import config
 from torch.fx import Graph, Node
 from torch.nn import functional as F
+from torch.utils import _pytree
 
 from ..dtypes import FLOAT_DTYPES, SIXTEEN_BITS
 from ..namespace import TORCH_OPS
@@ -168,12 +169,16 @@ def _written_by(node: Node) -> list[Node]:
     if not node.op.startswith("call"):
         return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    parameters = inspect.signature(node.target).parameters if inspect.isfunction(node.target) else ()
-    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    op, names, written = getattr(node.target, "default", node.target), [], ["out"]
+    if isinstance(op, torch._ops.OpOverload):
+        names = [each.name for each in op._schema.arguments]
+        written = [each.name for each in op._schema.arguments if each.is_write]
+    elif inspect.isfunction(op):
+        names = [*inspect.signature(op).parameters]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
     if name.endswith("_") or name in IN_PLACE or given.get("inplace"):
         return node.all_input_nodes[:1]
-    out = node.kwargs.get("out")
-    return [out] if isinstance(out, Node) else list(out or ())
+    return [each for each in _pytree.tree_leaves([given.get(name) for name in written]) if isinstance(each, Node)]
 
 
 def _weight(factor: Node) -> tuple[Node, float]:

@@ -201,8 +201,22 @@ def written_by_relu(x, weight):
     return (h * rstd * weight).to(x.dtype) + x
 
 
+@torch.library.custom_op("test_written::double", mutates_args={"x"})
+def double(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def written_by_an_op(x, weight):
+    with torch.no_grad():
+        h = x.float() * 1
+        rstd = torch.rsqrt(mean_square(h) + EPS)
+        double(h)
+    return (h * rstd * weight).to(x.dtype) + x
+
+
 NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
 NOT_FOUND += added_to, set_in_part, operand_by_name, square_by_name, written_as_out, written_by_relu
+NOT_FOUND += (written_by_an_op,)
 
 
 @pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
