@@ -224,8 +224,17 @@ def _modulated(u: Tensor, operands: Operands) -> Tensor:
 
 def _spread(modulation: Tensor, operands: Operands) -> Tensor:
     if operands.row_index is not None:
-        return F.embedding(operands.row_index, modulation.flatten(1)).reshape(operands.x.shape)
+        index, is_there = _rows_of_table(modulation, operands)
+        rows = F.embedding(index, modulation.flatten(1))
+        return torch.where(is_there, rows, float("nan")).reshape(operands.x.shape)
     return spread(modulation, operands.x.dim(), len(operands.normalized_shape))
+
+
+def _rows_of_table(table: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+    """Which row of the table each row of x has, and whether it has one, [..., 1]; the first row in place of none."""
+    index = operands.row_index
+    is_there = (index >= 0) & (index < table.shape[0])
+    return torch.where(is_there, index, 0), is_there[..., None]
 
 
 def _plus(rows: Tensor, residual: Tensor | None) -> Tensor:
@@ -319,9 +328,10 @@ def input_gradient(g: Tensor, of: Normalized, dims: tuple[int, ...], residual_gr
 def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor:
     """The sum over the rows that share a modulation, in its shape: a new tensor."""
     if operands.row_index is not None:
-        index, table_rows, cols = operands.row_index, modulation.shape[0], math.prod(operands.normalized_shape)
-        of_rows = rows.reshape(*index.shape, cols), index, table_rows, -1, False
-        return torch.ops.aten.embedding_dense_backward(*of_rows).reshape(modulation.shape)
+        index, is_there = _rows_of_table(modulation, operands)
+        of_rows = torch.where(is_there, rows.reshape(*index.shape, math.prod(operands.normalized_shape)), 0)
+        sums = torch.ops.aten.embedding_dense_backward(of_rows, index, modulation.shape[0], -1, False)
+        return sums.reshape(modulation.shape)
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
 

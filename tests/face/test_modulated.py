@@ -89,6 +89,17 @@ def test_rows_of_a_table_are_those_that_the_index_names(dtype):
     assert not ours[2].any()
 
 
+def test_a_number_that_is_no_row_of_the_tables_reads_nan_and_is_left_out_of_their_gradients_as_tensor_code_too():
+    x, table = draw(2, 5, COLS, dtype=FP64, seed=1), draw(4, 2, COLS, dtype=FP64, seed=3).requires_grad_()
+    index = torch.tensor([[3, 0, 4, 1, 3], [1, -1, 3, 0, 2**40]])
+    unknown = (index < 0) | (index > 3)
+    y, known = (fusednorm.ada_layer_norm(x, *table.unbind(1), index=each) for each in (index, index.where(~unknown, 0)))
+    assert y[unknown].isnan().all() and torch.equal(y[~unknown], known[~unknown])
+    dy = draw(2, 5, COLS, dtype=FP64, seed=4) * ~unknown[..., None]
+    got, want = (torch.autograd.grad(each, table, dy)[0] for each in (y, known))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_compiled_gradients_of_a_table_are_added_up_in_a_fixed_order(is_sorted):
     """Inductor would make atomic additions of the gradient of torch's embedding."""
