@@ -232,8 +232,8 @@ def ada_layer_norm(
     x of shape [B, S, C], [B, C] and [B, 1, C] are one row per sample, [B, S, C] is one per token. Slices of one
     [B, 6, C] are read in place. With an index, a tensor of integers of x's batch shape, modulations are tables [R, C],
     and row r of x has row index[r] of each, which is read in place. A number that is no row of the tables reads NaN
-    and adds nothing to their gradients. Any float dtypes; each gradient has its input's shape and dtype, and is the same
-    in every run.
+    and adds nothing to their gradients. Any float dtypes; each gradient has its input's shape and dtype, and is the
+    same in every run.
 
     rounding "once" rounds y alone (and h), to x's dtype, as Wan does. "steps" rounds as code in x's dtype, such as
     FLUX's and SD3's: the norm, 1 + scale, their product, gate * x, and the sums; y has the promoted dtype of h, weight,
