@@ -229,11 +229,18 @@ class PartsTile(Tile):
     per_pair: bool = False  # cos and sin have an entry for each two such columns, not for each
     in_pairs: bool = False  # bfloat16 values become float32 two at a time: see rowmath.widen
     together: int = 1  # the tile's rows that are normalized as one, if more than one: the first ones
+    adjacent: int = 1  # rows for each of `rows`, one after the other at the innermost stride, with the same cos and sin
+    vectors: bool = False  # a thread has eight adjacent elements of a chunk, of 16 bits
 
     @property
     def step(self) -> int:
         """Rows from one tile to the next."""
-        return self.together if self.together > 1 else self.rows
+        return self.together if self.together > 1 else self.rows * self.adjacent
+
+    @property
+    def nth_rows(self) -> tl.constexpr:
+        """`adjacent` in the form that static_range takes."""
+        return tl.constexpr(self.adjacent)
 
     @property
     def parts(self) -> tl.constexpr:

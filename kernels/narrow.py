@@ -5,6 +5,8 @@ second, and so on, but in a forward that turns rows they are mixed. A row is hel
 multiwave.py. The form may turn whole rows, by cos and sin in memory. A backward reads no statistics: it computes them
 again. It stores its CTA's sums of dw and db as row p of the tensor's [P, cols] partials.
 
+With tile.adjacent, a thread of a forward has so many rows that follow each other, such as two heads of a token.
+
 With tile.together, a tile is the heads of a token, which are normalized as one row. Weights, biases, sums and partials
 then have elements for each of these heads, [heads, cols].
 
@@ -31,7 +33,15 @@ from .multiwave import (
     store_chunk,
 )
 from .ptx import behind, launch_dependents, pack, unpack
-from .rowmath import columns_of_pairs, gradient_beside_scaled, inverse_std, normalize, row_means, widen
+from .rowmath import (
+    columns_of_pairs,
+    gradient_beside_scaled,
+    inverse_std,
+    normalize,
+    row_means,
+    sums_equal_elements,
+    widen,
+)
 
 
 class Part(NamedTuple):
@@ -164,11 +174,36 @@ def turned(chunks, turn: tl.constexpr, cos, sin, back: tl.constexpr, norm: tl.co
     return found
 
 
+@triton.constexpr_function
+def has_exact_mean(numbers, cols, norm, tile):
+    """Whether the mean of equal elements, which are `numbers`, is exact as it is: for LayerNorm of vectors that are a
+    power of two of columns, without padding."""
+    whole = tile.vectors and tile.chunk * tile.num_chunks == cols and cols & (cols - 1) == 0 and tile.together == 1
+    return norm.layer and whole and numbers is not None and sums_equal_elements(numbers, norm.acc, cols)
+
+
+@triton.jit
+def squares_of_vectors(x, tile: tl.constexpr):
+    """The sums of the squares of each vector's elements, by a multiply-add for each."""
+    vectors = x.reshape(tile.rows, tile.chunk // 8, 8)
+    return tl.sum(vectors * vectors, axis=2)
+
+
 @triton.jit
 def statistics(h, dtype: tl.constexpr, cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr):
     """mean and rstd [tile.rows, 1] of h, which is x, of this dtype, where the form does not turn it."""
     numbers: tl.constexpr = None if norm.form.turn_h is not None else dtype
-    mean, variance = row_moments(h, cols, norm, tile, numbers)
+    if has_exact_mean(numbers, cols, norm, tile):
+        total = h[0]
+        for c in tl.static_range(1, tile.chunks):
+            total += h[c]
+        mean = tl.sum(total, axis=1) / cols
+        squares = squares_of_vectors(h[0] - mean[:, None], tile)
+        for c in tl.static_range(1, tile.chunks):
+            squares += squares_of_vectors(h[c] - mean[:, None], tile)
+        variance = tl.sum(squares, axis=1) / cols
+    else:
+        mean, variance = row_moments(h, cols, norm, tile, numbers)
     rstd = inverse_std(variance, tl.full([], eps, norm.acc), norm, True)
     return mean[:, None], rstd[:, None]
 
@@ -190,29 +225,36 @@ def write_tile(
     first, count, x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, part, sizes, x_strides, table_strides,
     cols: tl.constexpr, eps, norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """y of the row tile from row `first` on. What is beyond the last row is computed as that row, and not stored: loads
-    without masks have fewer instructions."""
-    row = first + tl.arange(0, tile.rows)
+    """y of the row tile from row `first` on. What is beyond the last rows is computed as these, and not stored: loads
+    without masks have fewer instructions. For adjacent rows, addresses, cos, sin and parameters are found once."""
+    row = first + tl.arange(0, tile.rows) * tile.adjacent
     are_rows = held_rows(tile)
     in_range = (row < count)[:, None] & are_rows
-    at = place(tl.minimum(row, count - 1), sizes, part, tile)
-    x = load_chunks(x_ptr, starts(at, x_strides, part, tile), are_rows, cols, tile)
+    at = place(tl.minimum(row, count - tile.adjacent), sizes, part, tile)
+    start = starts(at, x_strides, part, tile)
+    step = wide(pick(x_strides, part, tile.num_levels - 1, tile))
+    rows_of_x = ()
+    for n in tl.static_range(tile.nth_rows):
+        rows_of_x = rows_of_x + (load_chunks(x_ptr, start + n * step, are_rows, cols, tile),)
     cos, sin = load_tables(cos_ptr, sin_ptr, at, table_strides, part, are_rows, tile)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, columns_of_tile, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, columns_of_tile, tile)
-    x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
-    h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
-    mean, rstd = statistics(h, x_ptr.dtype.element_ty, cols, eps, norm, tile)
-    u = ()
-    for c in tl.static_range(tile.chunks):
-        x_hat = normalize(h[c], mean, rstd, norm)
-        x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
-        scaled = norm.form.scale(x_hat, widen(weight[c], tile.in_pairs, norm.acc), norm)
-        u = u + (norm.form.shift(scaled, widen(bias[c], tile.in_pairs, norm.acc), norm),)
-    u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
-    start = (row.to(tl.int64) * cols)[:, None]
-    for c in tl.static_range(tile.chunks):
-        store_chunk(y_ptr, start, u[c], in_range, cols, c, tile)
+    for n in tl.static_range(tile.nth_rows):
+        x = rows_of_x[n]
+        if n == 0:
+            x = all_come(x, cos, sin, (count >> 31).to(tl.int16), norm, tile)
+        h = turned(x, norm.form.turn_h, cos, sin, False, norm, tile)
+        mean, rstd = statistics(h, x_ptr.dtype.element_ty, cols, eps, norm, tile)
+        u = ()
+        for c in tl.static_range(tile.chunks):
+            x_hat = normalize(h[c], mean, rstd, norm)
+            x_hat = norm.form.round_x_hat(x_hat, (x[c],), norm)
+            scaled = norm.form.scale(x_hat, widen(weight[c], tile.in_pairs, norm.acc), norm)
+            u = u + (norm.form.shift(scaled, widen(bias[c], tile.in_pairs, norm.acc), norm),)
+        u = turned(u, norm.form.turn_u, cos, sin, False, norm, tile)
+        to = ((row.to(tl.int64) + n) * cols)[:, None]
+        for c in tl.static_range(tile.chunks):
+            store_chunk(y_ptr, to, u[c], in_range, cols, c, tile)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ for two tiles: `ptx.await_copies` between the copies and the reads of x keeps th
 what is computed from it. So have cos and sin if h is turned, which takes them twice. All else has slots for one: a
 thread has read it before it starts the next copies.
 
-g is not scaled by rstd, so that one phase of shuffles adds up what the variance and the gradient need.
+The sums over a row are those of du in place of du times rstd, so that one phase of shuffles adds up what the variance
+and the gradient need.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from . import ptx
 from .loads import load_parameter, number
 from .narrow import part_of_grid, pick, place, wide
-from .rowmath import gradient_beside_centered, inverse_std, quotient, widen
+from .rowmath import gradient_beside_scaled, inverse_std, quotient, widen
 
 VECTOR = gl.constexpr(8)  # elements of a slot
 
@@ -118,6 +119,31 @@ def copy_rows(ptrs, rows, sizes, from_strides, to_strides, part, cols: gl.conste
             gl.store(to, copied.to(ptrs[1].dtype.element_ty), mask=in_range)
 
 
+@gluon.constexpr_function
+def is_power_of_two(number):
+    return number & (number - 1) == 0
+
+
+@gluon.jit
+def mean_of(total, cols: gl.constexpr):
+    if is_power_of_two(cols):
+        mean = total / cols
+    else:
+        mean = quotient(total, cols)
+    return mean
+
+
+@gluon.jit
+def of_vectors(x, tile: gl.constexpr):
+    """The sum of each vector of a thread. Sums of products are multiply-adds then."""
+    return gl.sum(x.reshape([tile.rows, tile.chunk // VECTOR, VECTOR]), axis=2)
+
+
+@gluon.jit
+def of_rows(sums, tile: gl.constexpr):
+    return gl.convert_layout(sums, rows_layout(tile, VECTOR.value), assert_trivial=True)
+
+
 @gluon.jit
 def plus_two(a, b, c, d):
     return a + c, b + d
@@ -186,29 +212,32 @@ def backward(
             total = h[0]
             for c in gl.static_range(1, tile.chunks):
                 total += h[c]
-            mean = gl.expand_dims(quotient(gl.sum(total, axis=1), cols), 1)
+            mean = gl.expand_dims(mean_of(gl.sum(total, axis=1), cols), 1)
             centered = ()
             for c in gl.static_range(tile.chunks):
                 centered = centered + (h[c] - mean,)
             h = centered
-        g = ()
-        for c in gl.static_range(tile.chunks):
-            g = g + (norm.form.upstream(du[c], widen(weight[c]), norm),)
-        squares = h[0] * h[0]
-        of_gh = g[0] * h[0]
-        of_g = g[0]
+        g = norm.form.upstream(du[0], widen(weight[0]), norm)
+        squares = of_vectors(h[0] * h[0], tile)
+        of_gh = of_vectors(g * h[0], tile)
+        of_g = of_vectors(g, tile)
         for c in gl.static_range(1, tile.chunks):
-            squares += h[c] * h[c]
-            of_gh += g[c] * h[c]
-            of_g += g[c]
+            g = norm.form.upstream(du[c], widen(weight[c]), norm)
+            squares += of_vectors(h[c] * h[c], tile)
+            of_gh += of_vectors(g * h[c], tile)
+            of_g += of_vectors(g, tile)
         if norm.layer:
             squares, of_gh, of_g = gl.reduce((squares, of_gh, of_g), 1, plus_three)
-            mean_g = gl.expand_dims(quotient(of_g, cols), 1)
+            mean_g = mean_of(of_rows(of_g, tile), cols)
         else:
             squares, of_gh = gl.reduce((squares, of_gh), 1, plus_two)
-            mean_g = 0.0
+            mean_g = of_gh
+        squares = of_rows(squares, tile)
+        of_gh = of_rows(of_gh, tile)
         rstd = inverse_std(squares / cols, gl.cast(eps, gl.float32), norm, True)
         mean_gx = gl.expand_dims(of_gh / cols * rstd, 1)
+        if norm.layer:
+            mean_g = gl.expand_dims(mean_g * rstd, 1)
         rstd = gl.expand_dims(rstd, 1)
         row = this_row + gl.arange(0, tile.rows, rows_layout(tile, VECTOR.value))
         start = starts(place(row, sizes, part, tile), dx_strides, part, tile)
@@ -216,9 +245,11 @@ def backward(
         new_db = ()
         dx = ()
         for c in gl.static_range(tile.chunks):
-            new_dw = new_dw + (dw[c] + norm.form.to_dw(du[c] * rstd, h[c], norm),)
+            scaled = du[c] * rstd
+            new_dw = new_dw + (dw[c] + norm.form.to_dw(scaled, h[c], norm),)
             new_db = new_db + (db[c] + norm.form.to_db(du[c], norm),)
-            dx = dx + (gradient_beside_centered(g[c], h[c], rstd, mean_gx, mean_g, norm),)
+            g = norm.form.upstream(scaled, widen(weight[c]), norm)
+            dx = dx + (gradient_beside_scaled(g, h[c], rstd, mean_gx, mean_g, norm),)
         if turns_h:
             dx = turned(dx, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, True, tile)
             of_tables = both_of_tables - of_tables
@@ -233,7 +264,11 @@ def backward(
     for c in gl.static_range(tile.chunks):
         column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
         here = part.cta.to(gl.int64) * cols + column
-        if norm.wants_dw:
+        if norm.wants_dw and norm.wants_db:  # in one reduction, for half of the barriers
+            of_dw, of_db = gl.reduce((dw[c], db[c]), 0, plus_two)
+            gl.store(pick(dw_ptrs, part, 0, tile) + here, of_dw)
+            gl.store(pick(db_ptrs, part, 0, tile) + here, of_db)
+        elif norm.wants_dw:
             gl.store(pick(dw_ptrs, part, 0, tile) + here, gl.sum(dw[c], axis=0))
-        if norm.wants_db:
+        elif norm.wants_db:
             gl.store(pick(db_ptrs, part, 0, tile) + here, gl.sum(db[c], axis=0))

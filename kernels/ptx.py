@@ -56,10 +56,12 @@ def unpack(pair):
 
 @triton.jit
 def behind(x, a, b, zero):
-    """x, known once the loads of a and b have come. All have 16 bits; the compiler does not know that `zero` is 0. Only
-    for kernels that are never interpreted."""
-    ptx: tl.constexpr = "{ .reg .b32 t; or.b32 t, $2, $3; and.b32 t, t, $4; xor.b32 $0, $1, t; }"
-    return tl.inline_asm_elementwise(ptx, "=r,r,r,r,r", [x, a, b, zero], x.dtype, is_pure=True, pack=2)
+    """x, of whose eight adjacent elements, which one load brings, the first two are known once those of a and b have
+    come. All have 16 bits; the compiler does not know that `zero` is 0. Only for kernels that are never interpreted."""
+    first: tl.constexpr = "{ .reg .b32 t; or.b32 t, $8, $12; and.b32 t, t, $16; xor.b32 $0, $4, t; "
+    ptx: tl.constexpr = first + "mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"
+    constraints: tl.constexpr = "=r,=r,=r,=r" + ",r" * 16
+    return tl.inline_asm_elementwise(ptx, constraints, [x, a, b, zero], x.dtype, is_pure=True, pack=8)
 
 
 @triton.jit

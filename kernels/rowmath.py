@@ -127,21 +127,12 @@ def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
 
 
 @triton.jit
-def gradient_beside_centered(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
-    """`input_gradient` from x - mean in place of x (RMSNorm: x)."""
-    if norm.layer:
-        g -= mean_g
-    return tl.fma(x, -(rstd * mean_gx), g) * rstd
-
-
-@triton.jit
 def gradient_beside_scaled(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
     """`input_gradient` from rstd * g in place of g, x - mean in place of x (RMSNorm: x), and row means of rstd * g
     times that and of rstd * g."""
-    dx = tl.fma(x, -(rstd * mean_gx) * rstd, g)
     if norm.layer:
-        dx -= mean_g
-    return dx
+        g -= mean_g
+    return tl.fma(x, -(rstd * mean_gx) * rstd, g)
 
 
 @triton.constexpr_function
@@ -520,13 +511,14 @@ def of_branch(dh, tiles, norm: tl.constexpr):
 
 @triton.jit
 def turn_halves(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
-    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map."""
+    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map. Of a sum,
+    the product with sin is rounded: compilers would choose either one, by what else a kernel computes."""
     a = chunks[0]
     b = chunks[1]
     if back:
-        found = (a * cos[0] + b * sin[1], b * cos[1] - a * sin[0])
+        found = (tl.fma(a, cos[0], b * sin[1]), b * cos[1] - a * sin[0])
     else:
-        found = (a * cos[0] - b * sin[0], b * cos[1] + a * sin[1])
+        found = (a * cos[0] - b * sin[0], tl.fma(b, cos[1], a * sin[1]))
     for c in tl.static_range(2, tile.chunks):
         found = found + (chunks[c],)
     return found
@@ -543,9 +535,9 @@ def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
             cos_a, cos_b = columns_of_pairs(cos[c], tile)
             sin_a, sin_b = columns_of_pairs(sin[c], tile)
             if back:
-                turned = tl.join(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
+                turned = tl.join(tl.fma(a, cos_a, b * sin_b), b * cos_b - a * sin_a)
             else:
-                turned = tl.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+                turned = tl.join(a * cos_a - b * sin_a, tl.fma(b, cos_b, a * sin_b))
             turned = turned.reshape(tile.rows, tile.chunk)
         found = found + (turned,)
     return found

@@ -45,7 +45,8 @@ class HeadProblem:
     table_dtypes: tuple[torch.dtype, ...] = ()
     levels: int = 1  # nested strides at which rows lie
     copies: bool = False  # of a backward: the rows of one more tensor are copied
-    at_vectors: bool = False  # of a backward: what it reads of a row begins at 16 bytes, and has 16 bits an element
+    at_vectors: bool = False  # what is read of a row begins at 16 bytes, and has 16 bits an element
+    shares_tables: bool = False  # of a forward: each even row and the next one have the same cos and sin
     wants_dx: bool = False
     wants_dw: bool = False
     wants_db: bool = False
@@ -155,6 +156,8 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         return None
     levels = max(len(each.sizes) for each in places) + 1
     tables = [] if heads.cos is None else [heads.cos, heads.sin]
+    read = *tables, *[each for side in sides for each in (side.x, side.grad) if each is not None]
+    by_level = tuple(with_levels(each, levels) for each in places)
     problem = HeadProblem(
         "backward" if backward else "forward",
         len(sides),
@@ -170,10 +173,10 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         tuple(each.dtype for each in tables),
         levels,
         bool(copy),
-        backward and _are_at_vectors([*tables, *[each for side in sides for each in (side.x, side.grad)]], places),
+        _are_at_vectors(read, places),
+        bool(tables) and not backward and all(map(_share_tables, by_level)),
         *[wanted is not None for wanted in (first.out, first.dweight, first.dbias) if backward],
     )
-    by_level = tuple(with_levels(each, levels) for each in places)
     return HeadCall(problem, heads, sides, rows, by_level, copy, copy_place)
 
 
@@ -182,6 +185,11 @@ def _are_at_vectors(read: Sequence[Tensor], places: Sequence[Rows]) -> bool:
     steps = [step for place in places for of_tensor in place.strides for step in of_tensor]
     at_multiples = not any(step % (ALIGNMENT // 2) for step in steps)
     return at_multiples and all(each.itemsize == 2 and each.address.aligned for each in read)
+
+
+def _share_tables(place: Rows) -> bool:
+    """Whether each even row and the next one have the same entries of cos and sin, which come last."""
+    return bool(place.sizes) and place.sizes[-1] % 2 == 0 and place.strides[-1][-1] == 0
 
 
 def _place(x: Tensor, *others: Tensor | None, table: Tensor | None) -> Rows | None:

@@ -194,14 +194,17 @@ def _norm(problem: HeadProblem) -> Norm:
 
 @functools.cache
 def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
+    rows = plan.rows_per_tile // plan.adjacent
     return PartsTile(
-        plan.rows_per_tile,
+        rows,
         plan.chunk,
         plan.num_chunks,
         plan.num_warps,
         **more,
         columns_of_chunk=plan.width if plan.width < plan.chunk else 0,
         together=problem.together,
+        adjacent=plan.adjacent,
+        vectors=problem.at_vectors and plan.chunk >= 8 and rows * plan.chunk >= 8 * 32 * plan.num_warps,
         num_parts=problem.count,
         num_levels=problem.levels,
         turned=problem.turned,

@@ -32,6 +32,7 @@ class HeadPlan:
     ctas_per_sm: int  # at max_registers per thread
     max_registers: int
     kernel: str = "narrow"  # or "narrow_async"
+    adjacent: int = 1  # rows by the same cos and sin, all of which a thread has
 
     def __str__(self) -> str:
         tile = f"{self.rows_per_tile} rows of {self.num_chunks} x {self.width} columns"
@@ -85,14 +86,24 @@ def shaped(
         rows = power_of_two(problem.together)
     else:
         rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    adjacent = 2 if _shares(problem) else 1
     sixteen_bytes = num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
     copies = sixteen_bytes and _copies(problem) and 16 * threads * _slots(problem, num_chunks) < limits.static_bytes
     if ctas_per_sm is None:
-        registers = min(MAX_REGISTERS, _registers(problem, max(1, rows * chunk * num_chunks // threads), copies))
+        elements = max(1, rows * chunk * num_chunks // threads)
+        registers = min(MAX_REGISTERS, _registers(problem, elements, copies, adjacent))
         ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
         ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
     limit, kernel = register_limit(threads * ctas_per_sm, device), "narrow_async" if copies else "narrow"
-    return HeadPlan(rows, chunk, width, num_chunks, num_warps, ctas_per_sm, limit, kernel)
+    return HeadPlan(rows * adjacent, chunk, width, num_chunks, num_warps, ctas_per_sm, limit, kernel, adjacent)
+
+
+def _shares(problem: HeadProblem) -> bool:
+    """Whether a thread has two adjacent rows, for which it takes cos, sin and parameters once. RMSNorm has so few
+    instructions that it waits for memory anyway."""
+    settings = problem.settings
+    held = settings.layer and settings.norm_first and not (settings.interleaved and problem.per_pair)
+    return problem.shares_tables and problem.together == 1 and held
 
 
 def _copies(problem: HeadProblem) -> bool:
@@ -112,14 +123,17 @@ def _slots(problem: HeadProblem, num_chunks: int) -> int:
     return 3 * num_chunks + of_table * (2 if problem.settings.norm_first else 4)
 
 
-def _registers(problem: HeadProblem, elements: int, copies: bool = False) -> float:
-    """What a thread needs that has so many elements of a tile."""
+def _registers(problem: HeadProblem, elements: int, copies: bool = False, adjacent: int = 1) -> float:
+    """What a thread needs that has so many elements of a tile, or of each of the adjacent rows."""
     itemsize, wide, of = problem.dtype.itemsize, problem.acc_dtype.itemsize // 4, limits.head_registers
     pairs, fixed = problem.turned > 0 and problem.settings.interleaved, of[problem.direction]
     if problem.direction == "forward":
-        tables = sum(each.itemsize for each in problem.table_dtypes) / (1 + problem.per_pair)
+        tables = sum(each.itemsize for each in problem.table_dtypes)
         parameters = [each.itemsize for each in (problem.weight_dtype, problem.bias_dtype) if each]
-        loaded = itemsize + tables + max(parameters, default=0)  # a bias is needed once the weight no longer is
+        if adjacent > 1:  # the second row waits, with all that it needs, while the first one is computed
+            return fixed + elements * ((itemsize + tables + sum(parameters)) / 4 + wide * (1 + of["pair"] * pairs))
+        # A bias is needed once the weight no longer is.
+        loaded = itemsize + tables / (1 + problem.per_pair) + max(parameters, default=0)
         return fixed + elements * (loaded / 4 + wide * of["pair"] * pairs)
     fixed += of["together"] * (problem.together > 1)
     turn = not copies and (pairs or (problem.turned > 0 and not problem.settings.norm_first))
@@ -177,7 +191,7 @@ def asked(problem: HeadProblem, device: DeviceSpec) -> tuple[HeadProblem, Device
     if problem.wants_dx:
         sums = {"wants_dw": problem.weight_dtype is not None, "wants_db": problem.bias_dtype is not None}
         problem = replace(problem, **sums)
-    return replace(problem, count=1, levels=1, copies=False), device.of_architecture()
+    return replace(problem, count=1, levels=1, copies=False, shares_tables=False), device.of_architecture()
 
 
 Planned = list[tuple[HeadCall | None, HeadPlan | ReferencePlan]]

@@ -28,6 +28,12 @@ SIZES = [
     HeadCase(cols=256, heads=7, kv_heads=1, tokens=999, rotary=256, table_dtype=BF16, interleaved=True, norm="layer"),
     HeadCase(cols=512, heads=3, kv_heads=1, tokens=999, norm="layer"),
 ]
+OF_PACKED = [
+    replace(SIZES[0], dtype=BF16),
+    replace(SIZES[0], dtype=BF16, norm="layer"),
+    replace(SIZES[1], dtype=BF16, batch=3),
+    replace(SIZES[5], dtype=BF16),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +54,7 @@ def test_outputs_and_gradients_err_no_more_than_those_of_the_plain_code(case, dt
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("case", [replace(SIZES[0], dtype=BF16), replace(SIZES[1], dtype=BF16, batch=3)], ids=str)
+@pytest.mark.parametrize("case", OF_PACKED, ids=str)
 def test_a_packed_tensor_gives_the_bits_of_its_slices_and_takes_no_copy(case, grouped):
     given, packing, tables = case.tensors("cuda"), Packing(case.heads, case.kv_heads, grouped), case.tables("cuda")
     weights = {name: each for name, each in given.items() if name.endswith("weight")}

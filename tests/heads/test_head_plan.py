@@ -108,6 +108,27 @@ def test_backwards_copy_to_shared_memory_what_has_16_bits_and_whole_rows(change,
     assert (forward, backward) == ("narrow", kernel)
 
 
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        ({}, 2),
+        ({"norm": "rms"}, 1),
+        ({"interleaved": True, "dtype": FP16}, 2),
+        ({"table_dims": "BSH1", "half_table": True}, 2),
+        ({"rotary": 0}, 1),
+        ({"heads": 5}, 1),
+        ({"kv_heads": 1}, 1),
+        ({"heads_first": True}, 1),
+        ({"norm_first": False}, 1),
+        ({"interleaved": True, "half_table": True}, 1),
+        ({"whole": True}, 1),
+    ],
+)
+def test_a_thread_of_a_forward_has_two_heads_that_share_cos_and_sin(change, rows):
+    case = replace(HeadCase(cols=128, rotary=128, norm="layer", dtype=BF16, table_dims="BS"), **change)
+    assert {choose(call.problem, H200).adjacent for call in calls_of(case)[:1]} == {rows}
+
+
 def test_rows_that_do_not_begin_at_16_bytes_are_not_copied_to_shared_memory():
     kernels = []
     for width in (132, 136):
@@ -244,8 +265,8 @@ def test_a_forward_does_not_move_its_rows_through_shared_memory(workers, cols):
 
 @pytest.mark.parametrize("rotary", [0, 128])
 def test_a_bias_takes_no_ctas_of_a_forward(rotary):
-    """It is needed once the weight no longer is."""
-    both = [HeadCase(cols=128, rotary=rotary, dtype=BF16, norm=norm) for norm in ("rms", "layer")]
+    """It is needed once the weight no longer is, where a thread has one head."""
+    both = [HeadCase(cols=128, heads=5, rotary=rotary, dtype=BF16, norm=norm) for norm in ("rms", "layer")]
     rms, layer = (choose(calls_of(case)[0].problem, H200).ctas_per_sm for case in both)
     assert layer == rms
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import head_norms
 import pytest
 import torch
-from head_norms import BF16, FP16, FP32, HeadCase, assert_errs_no_more_than_plain_code
+from head_norms import BF16, FP16, FP32, HeadCase, assert_errs_no_more_than_plain_code, calls_of
 from simulator.host import simulated
 
 import fusednorm
+from fusednorm.heads.plan import choose
 from fusednorm.heads.problem import Packing
+from fusednorm.planner.device import H200
 
 CASES = [
     HeadCase(cols=64, rotary=64, tokens=9, dtype=BF16, table_dims="BS"),
@@ -17,6 +21,9 @@ CASES = [
     HeadCase(cols=64, rotary=64, heads=5, kv_heads=5, tokens=5, dtype=BF16, whole=True),
     HeadCase(cols=32, rotary=16, heads=6, kv_heads=6, tokens=3, norm="layer", interleaved=True, dtype=BF16, whole=True),
     HeadCase(cols=80, rotary=40, tokens=7, batch=1, half_table=True, dtype=FP32),
+    HeadCase(cols=64, rotary=64, heads=6, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16, table_dims="BS"),
+    HeadCase(cols=128, rotary=128, tokens=9, norm="layer", interleaved=True, dtype=BF16, table_dtype=BF16),
+    HeadCase(cols=64, rotary=64, heads=5, kv_heads=1, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16),
 ]
 
 
@@ -74,6 +81,18 @@ def test_such_a_backward_of_a_packed_tensor_gives_the_bits_of_its_slices(grouped
     whole = torch.cat([dq, dk, shaped[2]], -2).reshape(packed.shape)
     assert torch.equal(found[0], whole) and all(map(torch.equal, found[1:], sums))
     assert all(each.kernel.shared_bytes for each in simulation.launched if each.name == "backward"), "slots"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_two_heads_of_a_thread_have_the_bits_of_one(interleaved, monkeypatch):
+    head_norms.without_formulas(monkeypatch)
+    case = HeadCase(cols=64, rotary=64, norm="layer", dtype=FP32, weight_dtype=BF16, interleaved=interleaved)
+    given, apart = case.tensors(), replace(case, heads_first=True)
+    assert [choose(each.problem, H200).adjacent for of in (case, apart) for each in calls_of(of)[:1]] == [2, 1]
+    with simulated("H200", 1), torch.no_grad():
+        pairs = case.run(given)
+        alone = apart.run(given | {name: given[name].transpose(1, 2) for name in "qk"})
+    assert all(torch.equal(one.transpose(1, 2), two) for one, two in zip(alone, pairs, strict=True))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
