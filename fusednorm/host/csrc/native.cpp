@@ -338,10 +338,10 @@ PYBIND11_MODULE(_native, module) {
            py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"),
            py::arg("width"));
   py::class_<Grid>(module, "Grid")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),
            py::kw_only(), py::arg("rows_per_tile"), py::arg("at_once"), py::arg("first_wave"), py::arg("rows_of_cta"),
            py::arg("tiles_of_cta"), py::arg("tiles_of_sum"), py::arg("least_short_lived"), py::arg("partials_of_cta"),
-           py::arg("sample_rows"))
+           py::arg("sample_rows"), py::arg("more_ctas"))
       .def("numbers", &Grid::numbers);
   py::class_<Workspace>(module, "Workspace")
       .def(py::init([](at::ScalarType dtype, std::vector<Part> parts) {

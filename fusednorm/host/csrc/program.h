@@ -43,7 +43,7 @@ constexpr int64_t MOST_CTAS = (1 << 16) - 1;
 
 struct Grid {
   int64_t rows_per_tile, at_once, first_wave, rows_of_cta, tiles_of_cta, tiles_of_sum, least_short_lived,
-      partials_of_cta, sample_rows;
+      partials_of_cta, sample_rows, more_ctas;
 
   int64_t samples(int64_t rows) const { return sample_rows ? rows / sample_rows : 1; }
 
@@ -62,7 +62,7 @@ struct Grid {
       int64_t turns = ceil_div(tiles, limit * tiles_of_sum);
       if (turns > 2) limit *= std::max<int64_t>(1, std::min(turns, MOST_CTAS / limit));
     }
-    return std::min(tiles, limit);
+    return std::min(tiles, limit) + more_ctas;
   }
 
   Numbers numbers(int64_t rows) const {
