@@ -18,6 +18,8 @@ from ..problem.validation import require_strided
 
 Columns = tuple[int, int]
 
+INTEGERS = int, Integral, torch.SymInt  # int first: isinstance then enters no frame of Python
+
 
 def layer_norm_gated_packed(
     packed: Tensor,
@@ -95,8 +97,8 @@ def _in_cpp(op: str, places: tuple[Columns, Columns], packed: Tensor, arguments:
 def _checked(op: str, packed: Tensor, *ranges: Columns) -> tuple[Columns, Columns]:
     width = packed.shape[-1] if packed.dim() else 0
     for name, each in zip(("x", "gate"), ranges, strict=True):
-        is_pair = isinstance(each, Sequence) and len(each) == 2
-        if not (is_pair and all(isinstance(at, (Integral, torch.SymInt)) for at in each)):
+        is_pair = isinstance(each, (tuple, Sequence)) and len(each) == 2
+        if not (is_pair and isinstance(each[0], INTEGERS) and isinstance(each[1], INTEGERS)):
             raise TypeError(f"{op}: {name} must be (start, stop), the range of its columns, got {each!r}")
     (x, x_end), (gate, gate_end) = ranges
     fits = 0 <= x < x_end <= width and 0 <= gate < gate_end <= width and x_end - x == gate_end - gate
