@@ -130,9 +130,10 @@ def gradient_beside_x_hat(g, x_hat, rstd, mean_gx, mean_g, norm: tl.constexpr):
 def gradient_beside_scaled(g, x, rstd, mean_gx, mean_g, norm: tl.constexpr):
     """`input_gradient` from rstd * g in place of g, x - mean in place of x (RMSNorm: x), and row means of rstd * g
     times that and of rstd * g."""
+    dx = tl.fma(x, -(rstd * mean_gx) * rstd, g)
     if norm.layer:
-        g -= mean_g
-    return tl.fma(x, -(rstd * mean_gx) * rstd, g)
+        dx -= mean_g
+    return dx
 
 
 @triton.constexpr_function
