@@ -146,8 +146,8 @@ def of_rows(sums, tile: gl.constexpr):
 
 @gluon.jit
 def gradient(g, x, rstd, mean_gx, mean_g, norm: gl.constexpr):
-    """`rowmath.gradient_beside_scaled`, in which a LayerNorm subtracts first: g is a product that nothing else reads, so
-    that both are one multiply-add."""
+    """`rowmath.gradient_beside_scaled`, but LayerNorm subtracts first: g is a product that nothing else reads, so that
+    both are one multiply-add."""
     if norm.layer:
         g -= mean_g
     return gl.fma(x, -(rstd * mean_gx) * rstd, g)
