@@ -37,7 +37,7 @@ class Role(enum.Enum):
     PACKED_ROWS = "a tensor of x's shape that kernels read as if it were contiguous"
     INDEX = "an integer for each row of x, the row that it has of tables"
     MODULATION = "a tensor of normalized_shape behind batch dims of x, the first ones, each whole or 1"
-    TABLE = "a tensor of normalized_shape behind a number of rows, of which the index gives each row of x one"
+    TABLE = "a tensor [table rows, *normalized_shape]; the index gives each row of x one of its rows"
     COLUMNS = "a tensor of x's batch dims and columns of its own"
     STRIDED = "a tensor of a shape and strides that all calls by a program have"
     CONSTANT = "the same, of numbers that have no gradient"

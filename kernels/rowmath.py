@@ -512,12 +512,12 @@ def of_branch(dh, tiles, norm: tl.constexpr):
 
 @triton.jit
 def turn_halves(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
-    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map. Of a sum,
-    the product with sin is rounded: compilers would choose either one, by what else a kernel computes."""
+    """The first two chunks, a and b, as a * cos - b * sin and b * cos + a * sin; `back`: the transposed map.
+    In a forward's sum the product with sin is rounded: of two rows of a thread, compilers might round the other one."""
     a = chunks[0]
     b = chunks[1]
     if back:
-        found = (tl.fma(a, cos[0], b * sin[1]), b * cos[1] - a * sin[0])
+        found = (a * cos[0] + b * sin[1], b * cos[1] - a * sin[0])
     else:
         found = (a * cos[0] - b * sin[0], tl.fma(b, cos[1], a * sin[1]))
     for c in tl.static_range(2, tile.chunks):
@@ -536,7 +536,7 @@ def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
             cos_a, cos_b = columns_of_pairs(cos[c], tile)
             sin_a, sin_b = columns_of_pairs(sin[c], tile)
             if back:
-                turned = tl.join(tl.fma(a, cos_a, b * sin_b), b * cos_b - a * sin_a)
+                turned = tl.join(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
             else:
                 turned = tl.join(a * cos_a - b * sin_a, tl.fma(b, cos_b, a * sin_b))
             turned = turned.reshape(tile.rows, tile.chunk)

@@ -75,7 +75,7 @@ def sort_by_digit(
 
 @triton.jit
 def block_of(place, rows, blocks, tile_rows: tl.constexpr):
-    """That of a place, by loads.begin_of_block. All have 32 bits, in which a division needs no stack."""
+    """The block that has a place, as loads.begin_of_block cuts them. A division of 32 bits needs no stack."""
     tiles = tl.cdiv(rows.to(tl.int32), tile_rows)
     tile = place.to(tl.int32) // tile_rows
     least, longer = tiles // blocks, tiles % blocks  # tiles of a block, and how many blocks have one more

@@ -135,7 +135,7 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
         Address(at, part.dtype or workspace.dtype) if any(part[:3]) else None
         for at, part in enumerate(parts, count + len(outputs))
     ]
-    sample_sums = [sums.sample_sum(call, *each) for each in zip(partials, problem.summed)]  # noqa: B905  then sort's
+    sample_sums = [sums.sample_sum(call, *each) for each in zip(partials, problem.summed)]  # noqa: B905  parts of the sort follow
     summed_next = wants_sums and counters is None
     dependent = summed_next and spec.places_dependents
     out = Written(dx, dw_partial, db_partial, dw, db, means, counters, dependent, tuple(sample_sums))

@@ -196,8 +196,7 @@ class Grid:
     more_ctas: int = 0  # than blocks of rows
 
     def by_key(self, keys: int) -> Grid:
-        """That of rows in the order of so many keys, and of one before these and one behind them. A block of such rows
-        has a CTA for each of its keys."""
+        """The grid where rows are sorted by keys from -1 to `keys`. A block of rows has a CTA for each of its keys."""
         more = keys + 1
         spared = more if more <= limits.spared_ctas * self.at_once else 0
         return replace(self, at_once=self.at_once - spared, more_ctas=more)

@@ -23,13 +23,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
+from ..host.program import Program
 from ..operands import DIRECTIONS, NORMS
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, of_frames
@@ -219,29 +220,34 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
 def _captured(
     task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec, tensors: Sequence[torch.Tensor | None]
 ) -> dict[str, torch.cuda.CUDAGraph]:
-    """The plans that run. Nothing keeps the outputs of one, so that those of the next lie in the same memory: where
-    they lie is worth up to 5%."""
-    graphs, shape = {}, torch.Size((rows, task.cols))
+    """The plans that run. The outputs of all lie in the same memory, because where they lie is worth up to 5%: each
+    capture takes its own from one pool, and gives them back to it. The pool is the graphs', so that none of them writes
+    to memory that is no longer there."""
+    graphs, shape, pool = {}, torch.Size((rows, task.cols)), torch.cuda.graph_pool_handle()
     for plan in plans:
         try:
             planned = program(task.wanted, plan, device)
-            graphs[text_of(plan)] = capture(planned.on_tensors(tensors, shape, rows).launches)
+            graphs[text_of(plan)] = capture(functools.partial(_launch, planned, tensors, shape, rows), pool)
         except (BuildFailed, RuntimeError):
             torch.cuda.synchronize()
     return graphs
 
 
-def capture(launches) -> torch.cuda.CUDAGraph:
+def _launch(planned: Program, *on: Any) -> None:
     from ..host import launcher
 
+    launcher.hand_over(planned.on_tensors(*on).launches)
+
+
+def capture(call: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARMUP_CALLS):
-            launcher.hand_over(launches)
+            call()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        launcher.hand_over(launches)
+    with torch.cuda.graph(graph, pool=pool):
+        call()
     return graph
 
 

@@ -182,7 +182,7 @@ def formula(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
 
 
 def _formula_by_index(call: Call, arguments: dict[str, Any]) -> tuple[Wide | None, ...]:
-    """That of the op without an index, on rows of tables. Their gradients are added up."""
+    """The reference of the op without an index, on gathered rows. The gradients of a table's row are added up."""
     op, index, shape = call.op.removesuffix(BY_INDEX), arguments["row_index"].long(), arguments["x"].shape
     tables = {slot.name: arguments[slot.name] for slot in OPS[op].arguments if slot.role is Role.MODULATION}
     rows = {name: each[index].reshape(shape) for name, each in tables.items() if each is not None}

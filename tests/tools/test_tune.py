@@ -8,11 +8,13 @@ import io
 import itertools
 import math
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 from planning import make_problem
 
+from fusednorm.host import launcher
 from fusednorm.host.program import Program
 from fusednorm.planner import table
 from fusednorm.planner.device import H200
@@ -164,20 +166,34 @@ def test_a_cell_is_timed_once_the_process_of_its_task_has_built_it_and_none_buil
     assert left == [], "plans that were refused are not tried again"
 
 
-def test_nothing_keeps_the_outputs_of_a_plan_when_those_of_the_next_are_made(monkeypatch):
-    made, on_tensors = [], Program.on_tensors
+def test_each_plan_is_captured_with_outputs_of_its_own_from_one_pool_that_the_graphs_keep(monkeypatch):
+    made, pools, on_tensors = [], [], Program.on_tensors
 
     def watched(*arguments):
-        assert not any(ref() is not None for ref in made)
+        assert not any(ref() is not None for ref in made), "no plan's outputs are there when others' are made"
         bound = on_tensors(*arguments)
         made.extend(weakref.ref(each) for each in bound.outputs if each is not None)
         return bound
 
+    class Graph(contextlib.nullcontext):
+        def __init__(self, graph, pool):
+            super().__init__()
+            pools.append((pool, len(made)))
+
+        def __exit__(self, kind, *_):
+            assert kind or len(made) > pools[-1][1], "what a graph writes to must be allocated in its capture"
+
+    for name in ("Stream", "CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+    monkeypatch.setattr(launcher, "hand_over", lambda launches: None)
     monkeypatch.setattr(Program, "on_tensors", watched)
-    monkeypatch.setattr(tune, "capture", lambda launches: None)
     task = TASK._replace(direction="backward")
     tensors, plans = task.wanted.call().tensors, tune.plans_of(task.wanted.problem, H200)
-    assert len(tune._captured(task, warm.FEW_ROWS, plans, H200, tensors)) == len(plans) <= len(made)
+    assert len(tune._captured(task, warm.FEW_ROWS, plans, H200, tensors)) == len(plans) == len(pools)
+    assert {pool for pool, _ in pools} == {"a pool"}
 
 
 def test_a_process_says_each_task_that_it_has_built_and_goes_on_after_a_kernel_that_does_not_compile(monkeypatch):
