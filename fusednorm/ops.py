@@ -89,7 +89,7 @@ from .host.program import Program
 from .namespace import NAMESPACE
 from .operands import OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
 from .problem.calls import check
-from .problem.outputs import output_dtype, stats_shape
+from .problem.outputs import output_dtype, shape_of
 from .problem.validation import validate
 
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -187,13 +187,13 @@ def launch() -> ModuleType:
 
 def fake(operands: Operands) -> Outputs:
     """The fake kernel: outputs without values, each a tensor of its own."""
-    batch = validate(operands)
-    shapes = {Role.STATISTIC: stats_shape(batch, operands.normalized_shape, operands.groups)}
-    shapes[Role.COLUMNS] = *batch, operands.width
+    validate(operands)
+    given = operands.x.shape, operands.normalized_shape, operands.groups, operands.width
 
     def output(each: Output) -> Tensor:
         like = getattr(operands, each.like)
-        return like.new_empty(shapes.get(each.role, like.shape), dtype=output_dtype(operands, each))
+        shape = shape_of(each.role, *given) if each.role in (Role.STATISTIC, Role.COLUMNS) else like.shape
+        return like.new_empty(shape, dtype=output_dtype(operands, each))
 
     wanted = zip(operands.outputs, wanted_outputs(operands), strict=True)
     return tuple(output(each) if is_wanted else None for each, is_wanted in wanted)

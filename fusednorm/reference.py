@@ -29,7 +29,7 @@ from .operands import (
     wanted_outputs,
 )
 from .problem.calls import BackwardCall, ForwardCall
-from .problem.outputs import output_dtype, resolve_eps, stats_shape, steps_of
+from .problem.outputs import output_dtype, resolve_eps, shape_of, steps_of
 from .problem.rows import spread
 from .problem.validation import validate
 
@@ -120,13 +120,9 @@ def by_group(operands: Operands) -> Operands:
 
 def _joined(operands: Operands, outputs: Outputs) -> Outputs:
     """Outputs of groups as those of the operands."""
-    batch = operands.x.shape[: operands.x.dim() - len(operands.normalized_shape)]
-    shapes = {
-        Role.PARAMETER: tuple(operands.normalized_shape),
-        Role.STATISTIC: stats_shape(batch, operands.normalized_shape, operands.groups),
-    }
+    given = operands.x.shape, operands.normalized_shape, operands.groups
     pairs = zip(operands.outputs, outputs, strict=True)
-    return tuple(v if v is None else v.reshape(shapes.get(each.role, operands.x.shape)) for each, v in pairs)
+    return tuple(v if v is None else v.reshape(shape_of(each.role, *given)) for each, v in pairs)
 
 
 def formula_of_group(operands: Operands) -> Outputs:
@@ -180,7 +176,7 @@ def normalized(h: Tensor, dims: tuple[int, ...], layer: bool, eps: float | None)
 
 def _normalized_by(h: Tensor, normalized_shape: Sequence[int], mean: Tensor | None, rstd: Tensor) -> Normalized:
     """The same from the rows' statistics, of any shape and dtype."""
-    shape = stats_shape(h.shape[: h.dim() - len(normalized_shape)], normalized_shape)
+    shape = shape_of(Role.STATISTIC, h.shape, normalized_shape)
     mean, rstd = (each if each is None else each.reshape(shape).to(h.dtype) for each in (mean, rstd))
     return (h if mean is None else h - mean) * rstd, mean, rstd
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
-from ..host.key import Extent
 from ..host.launcher import Launch
 from ..host.program import Address, Number, Output, Part, Program, Workspace
 from ..host.tiles import tile_map
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
+from ..operands import Role
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..problem.rows import RowView
@@ -75,7 +75,7 @@ def program_of(call: ColumnSumCall, choice: Choice) -> Program:
     )
     views = [view._replace(tensor=each) for view, each in zip(call.views, addresses, strict=True)]
     outs = tuple(Address(count + at, problem.out_dtype) for at in range(problem.num_outputs))
-    outputs = (Output(Extent.PARAMETER, problem.out_dtype),) * len(outs)
+    outputs = (Output(Role.PARAMETER, problem.out_dtype),) * len(outs)
     if splits == 1:
         launches, workspace = [_sums(choice.plan, problem, Number.ROWS, views, outs, 1)], None
     else:

@@ -14,14 +14,13 @@ from ..forms import FormSpec
 from ..host import fallback, gpus, launcher, prepared
 from ..host.fallback import BuildFailed
 from ..host.gpus import current
-from ..host.key import Extent
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, Output, Part, Program, Workspace
 from ..host.sums import partials_tile
 from ..kernels import finalizer, narrow, narrow_async
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
-from ..operands import Operands, Outputs
+from ..operands import Operands, Outputs, Role
 from ..planner import limits
 from ..planner.device import DeviceSpec
 from ..planner.plan import ReferencePlan
@@ -77,7 +76,7 @@ def give_way(planned: Planned, spec: DeviceSpec, failed: BuildFailed) -> None:
 
 def program_of(operands: Operands, planned: Planned, spec: DeviceSpec) -> Program:
     """What a call launches. Of its tensors only dtypes, shapes, strides and alignment are read."""
-    outputs = tuple(each and Output(Extent.FIXED, each[1], shape=tuple(each[0])) for each in outputs_of(operands))
+    outputs = tuple(each and Output(Role.STRIDED, each[1], shape=tuple(each[0])) for each in outputs_of(operands))
     launches, parts, in_force = [], [], invariance.switch.invariance()
     for call, plan in planned:
         first = len(operands.tensors) + len(outputs) + len(parts)

@@ -3,7 +3,6 @@ row count and its tensors' addresses."""
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable
 from operator import itemgetter
@@ -14,22 +13,12 @@ from torch import Tensor
 
 from ..operands import Operands, Role, Slot
 from ..planner.norm_problem import ALIGNMENT
+from ..problem.outputs import shape_of
 from ..problem.rows import row_view, sharing, spread
 from ..settings import margin
 from ..settings.forcing import asked_variants
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-
-
-class Extent(enum.Enum):
-    """The shapes that an output may have."""
-
-    X = 0
-    STATISTIC = 1  # [*batch, 1, ...]
-    PARAMETER = 2
-    MODULATION = 3  # that of an operand
-    COLUMNS = 4  # [*batch, columns of its own]
-    FIXED = 5  # that of each call with the key
 
 
 class NotPrepared(RuntimeError):
@@ -121,12 +110,11 @@ def fit(operands: Operands, shape: torch.Size, statistics: int) -> bool:
             continue
         if role is Role.STATISTIC:
             fits = tensor.shape.numel() == statistics  # that of a tensor would answer for a nested one, too
-        elif role is Role.COLUMNS:
-            fits = tensor.shape == (*shape[:-1], operands.width - 2 * shape[-1])
-        elif role is Role.INDEX:
-            fits = tensor.shape == shape[: len(shape) - len(operands.normalized_shape)]
-        else:
+        elif role is Role.ROWS:
             fits = tensor.shape == shape
+        else:
+            width = operands.width - 2 * shape[-1]
+            fits = tensor.shape == shape_of(role, shape, operands.normalized_shape, width=width)
         if not fits:
             return False
     return True
@@ -198,10 +186,3 @@ LAYOUTS = {
     Role.CONSTANT: lambda tensor, _: tensor.stride(),
 }
 SETTINGS = {Role.EPS: _eps, Role.MASK: tuple, Role.COUNT: _count}
-EXTENTS = {
-    Role.ROWS: Extent.X,
-    Role.STATISTIC: Extent.STATISTIC,
-    Role.PARAMETER: Extent.PARAMETER,
-    Role.MODULATION: Extent.MODULATION,
-    Role.COLUMNS: Extent.COLUMNS,
-}

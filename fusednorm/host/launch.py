@@ -24,7 +24,6 @@ from ..settings.forcing import forced_variant
 from . import fallback, gpus, launcher, prepared, schedules, segments, sums
 from .fallback import BuildFailed, Choice
 from .gpus import current
-from .key import EXTENTS, Extent
 from .named import copies_of_rest, with_named
 from .program import MOST_ROWS, Address, Number, OnTensors, Output, Part, Program, Workspace
 from .schedules import Call, Written
@@ -105,7 +104,7 @@ def _forward(call: ForwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     problem, count = call.problem, len(call.tensors)
     rstd = problem.acc_dtype if call.wants_statistics else None
     dtypes = problem.y_dtype or problem.x_dtype, rstd if problem.norm == "layer" else None, rstd
-    outputs, written = _outputs(call, (Extent.X, Extent.STATISTIC, Extent.STATISTIC), dtypes)
+    outputs, written = _outputs(call, (Role.ROWS, Role.STATISTIC, Role.STATISTIC), dtypes)
     launches = schedules.FORWARD[type(plan)](plan, call, written)
     return launches, count, outputs, None, grid_of(plan, problem, spec, call.sample_rows)
 
@@ -117,8 +116,8 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     wanted = problem.wants_dx and 0 in problem.stored, problem.wants_dw, problem.wants_db
     dtypes = call.dx_dtype, problem.weight_dtype, problem.bias_dtype
     dtypes = [dtype if wants else None for wants, dtype in zip(wanted, dtypes, strict=True)]
-    of_dx = Extent.COLUMNS if call.width else Extent.X
-    outputs, (dx, dw, db) = _outputs(call, (of_dx, Extent.PARAMETER, Extent.PARAMETER), dtypes)
+    of_dx = Role.COLUMNS if call.width else Role.ROWS
+    outputs, (dx, dw, db) = _outputs(call, (of_dx, Role.PARAMETER, Role.PARAMETER), dtypes)
     wants_sums, two_passes = problem.num_sums > 0, plan.kernel == "column_tiles" and problem.wants_dx
     width = problem.width
     parts = (
@@ -158,18 +157,18 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     return launches, count, outputs, workspace if wants_sums or two_passes else None, grid
 
 
-def _outputs(call: Call, extents: Sequence[Extent], dtypes: Sequence[torch.dtype | None]) -> tuple[tuple, tuple]:
+def _outputs(call: Call, roles: Sequence[Role], dtypes: Sequence[torch.dtype | None]) -> tuple[tuple, tuple]:
     """The outputs of a call, and the addresses of the OWN_OUTPUTS. None for a dtype of None."""
-    own = zip(extents, dtypes, strict=True)
+    own = zip(roles, dtypes, strict=True)
     addresses = [dtype and Address(at, dtype) for at, dtype in enumerate(dtypes, len(call.tensors))]
     added = [each.value and _added_output(call, each) for each in call.added_outputs]
-    return (*[dtype and Output(extent, dtype) for extent, dtype in own], *added), tuple(addresses)
+    return (*[dtype and Output(role, dtype) for role, dtype in own], *added), tuple(addresses)
 
 
 def _added_output(call: Call, added: Added) -> Output:
     if added.role is Role.TABLE:
-        return Output(Extent.FIXED, added.value, shape=(call.rows_of_sum, *call.normalized_shape))
-    return Output(EXTENTS[added.role], added.value, added.sharing.whole)
+        return Output(Role.STRIDED, added.value, shape=(call.rows_of_sum, *call.normalized_shape))
+    return Output(added.role, added.value, added.sharing.whole)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,7 +31,6 @@ from ..operands import (
 from ..planner.plan import Grid
 from ..settings import forcing, invariance, margin
 from . import building, prepared, triton_compat
-from .key import Extent
 from .program import Address, Map, Number, Output, Program
 
 if TYPE_CHECKING:
@@ -257,14 +256,14 @@ def in_cpp(program: Program) -> Any:
 def _output(each: Output, width: int) -> Any:
     whole = sum(is_whole << at for at, is_whole in enumerate(each.whole))
     more = {"dims": len(each.whole), "whole": whole, "shape": each.shape or (), "width": width}
-    return extension.Output(extent=_of(each.extent), dtype=each.dtype, **more)
+    return extension.Output(role=_of(each.role), dtype=each.dtype, **more)
 
 
 def grid_in_cpp(grid: Grid) -> Any:
     return extension.Grid(**dataclasses.asdict(grid))
 
 
-def _of(name: Extent | Number) -> Any:
+def _of(name: Role | Number) -> Any:
     """The same name in C++."""
     return getattr(getattr(extension, type(name).__name__), name.name)
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..operands import Role
 from ..planner.plan import Grid
+from ..problem.outputs import shape_of
 from . import torch_compat
-from .key import Extent
 
 if TYPE_CHECKING:
     from .launcher import Build, Launch
@@ -82,10 +83,10 @@ FIRST_ADDRESS = 1 + len(Number)  # among the values of a launch, behind the stre
 
 
 class Output(NamedTuple):
-    extent: Extent
+    role: Role
     dtype: torch.dtype
     whole: tuple[bool, ...] = ()  # of a modulation: which of its batch dims are x's, and not 1
-    shape: tuple[int, ...] | None = None  # of a fixed extent
+    shape: tuple[int, ...] | None = None  # of a STRIDED one
 
 
 class Part(NamedTuple):
@@ -174,22 +175,10 @@ class Program:
 
     def memory(self, shape: tuple[int, ...]) -> list[Memory | None]:
         """The outputs for x of this shape."""
-        ndim = len(self.normalized_shape)
-        statistic = (*shape[: len(shape) - ndim], *(1,) * (ndim - 1), self.groups)
-        shapes = {
-            Extent.X: shape,
-            Extent.STATISTIC: statistic,
-            Extent.PARAMETER: self.normalized_shape,
-            Extent.COLUMNS: (*shape[:-1], self.width),
-        }
-        found: list[Memory | None] = []
+        given, found = (shape, self.normalized_shape, self.groups, self.width), []
         for each in self.outputs:
-            if each is None:
-                found.append(None)
-                continue
-            batch = [size if whole else 1 for size, whole in zip(shape, each.whole, strict=False)]
-            of_it = each.shape or shapes.get(each.extent, (*batch, *self.normalized_shape))  # else that of a modulation
-            found.append((of_it, _strides(of_it), each.dtype))
+            of_it = each and (each.shape or shape_of(each.role, *given, each.whole))
+            found.append(each and (of_it, _strides(of_it), each.dtype))
         return found
 
     def on_tensors(self, tensors: Sequence[Tensor | None], shape: tuple[int, ...], rows: int) -> OnTensors:

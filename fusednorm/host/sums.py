@@ -16,7 +16,6 @@ from ..operands import OWN_OUTPUTS, Role
 from ..planner import limits
 from ..planner.plan import piece_of_partials
 from ..problem.calls import Added, BackwardCall
-from .key import Extent
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace
 from .schedules import OF_ALL_SAMPLES, SampleSum, Written
@@ -109,8 +108,8 @@ def blocks(
         each.numel() * rows // call.rows * each.itemsize if each is not None and has_rows else 0
         for each, has_rows in zip(call.tensors, is_of_rows, strict=True)
     ]
-    elements = {Extent.X: rows * width, Extent.COLUMNS: rows * call.width}
-    of_outputs = [each.dtype.itemsize * elements.get(each.extent, 0) if each else 0 for each in outputs]
+    elements = {Role.ROWS: rows * width, Role.COLUMNS: rows * call.width}
+    of_outputs = [each.dtype.itemsize * elements.get(each.role, 0) if each else 0 for each in outputs]
     for at, each in enumerate(call.added_outputs, OWN_OUTPUTS):
         if each.value and each.role is Role.MODULATION and each.sharing.rows:
             of_outputs[at] = each.value.itemsize * width * (rows // each.sharing.rows)

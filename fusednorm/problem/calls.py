@@ -16,7 +16,7 @@ from ..planner import limits
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import MOST_CTAS
 from ..settings import invariance
-from .outputs import output_dtype, resolve_eps, stats_shape, steps_of
+from .outputs import output_dtype, resolve_eps, steps_of
 from .rows import RowView, Sharing, is_tma_aligned, packed, row_view, row_view_or_copy, sharing, spread, statistic
 from .validation import validate
 
@@ -58,7 +58,6 @@ class ForwardCall(NamedTuple):
     bias: Tensor | None
     eps: float
     shape: torch.Size  # of y
-    stats_shape: tuple[int, ...]  # of mean and rstd
     normalized_shape: tuple[int, ...]  # of weight and bias
     wants_statistics: bool = True  # whether to write mean and rstd, for a backward
     added: tuple[Added, ...] = ()
@@ -171,7 +170,6 @@ def check_forward(operands: ForwardOperands) -> ForwardCall:
         None if bias is None else packed(bias),
         float(resolve_eps(eps, problem.acc_dtype)),
         x.shape,
-        stats_shape(batch_shape, normalized_shape, groups),
         tuple(normalized_shape),
         wants_statistics,
         added,

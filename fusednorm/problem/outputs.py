@@ -61,6 +61,20 @@ def resolve_eps(eps: float | None, *dtypes: torch.dtype) -> float:
     return torch.finfo(accumulation_dtype(*dtypes)).eps if eps is None else eps
 
 
-def stats_shape(batch_shape: Sequence[int], normalized_shape: Sequence[int], groups: int = 1) -> tuple[int, ...]:
-    """The shape of mean and rstd, [*batch, 1, ..., groups], for one group as ATen shapes them."""
-    return (*batch_shape, *(1 for _ in normalized_shape[1:]), groups)
+def shape_of(
+    role: Role, x: Sequence[int], normalized: Sequence[int], groups: int = 1, width: int = 0, whole: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """The shape of a tensor of this role, as outputs have it, beside an x of this shape. `width` are the columns of
+    COLUMNS; `whole` says which batch dims a MODULATION has of x's, and not 1."""
+    if role is Role.PARAMETER:
+        return tuple(normalized)
+    batch = x[: len(x) - len(normalized)]
+    if role is Role.STATISTIC:
+        return (*batch, *(1 for _ in normalized[1:]), groups)
+    if role is Role.COLUMNS:
+        return (*batch, width)
+    if role is Role.INDEX:
+        return batch
+    if role is Role.MODULATION:
+        return (*[size if is_whole else 1 for size, is_whole in zip(batch, whole, strict=False)], *normalized)
+    return x

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dtypes import FLOAT_DTYPES
 from ..forms import CHOICES, PLAIN
 from ..operands import Operands, Role, op_mask
+from .outputs import shape_of
 
 FLOATS = "float16, bfloat16, float32 or float64"
 
@@ -56,10 +57,6 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
             _require_statistic(op, name, value, math.prod(batch_shape) * operands.groups, device)
         elif role is Role.COUNT:
             _require_place(op, operands, math.prod(normalized_shape))
-        elif role is Role.COLUMNS:
-            wanted = (*batch_shape, operands.width - 2 * math.prod(normalized_shape))
-            if not _is_as_wanted(value, wanted, device):
-                require(op, name, value, wanted, device)
         elif role is Role.INDEX:
             _require_index(op, value, batch_shape, device)
         elif role is Role.TABLE:
@@ -69,7 +66,7 @@ def validate(operands: Operands, op: str | None = None) -> torch.Size:
         elif role is Role.MODULATION:
             _require_modulation(op, name, value, batch_shape, normalized_shape, device)
         elif is_tensor:
-            wanted = normalized_shape if role is Role.PARAMETER else shape
+            wanted = shape_of(role, shape, normalized_shape, width=operands.width - 2 * shape[-1])
             if not _is_as_wanted(value, wanted, device):
                 require(op, name, value, wanted, device)
         elif role is Role.DTYPE and value not in FLOAT_DTYPES:

@@ -26,7 +26,9 @@ MAY_IMPORT = {
         *("dtypes", "host", "namespace", "operands", "ops", "problem", "reference", "settings"),
         "sharding",
     },
-    "columns": {"dtypes", "host", "kernels", "namespace", "ops", "planner", "problem", "settings", "sharding"},
+    "columns": {
+        *("dtypes", "host", "kernels", "namespace", "operands", "ops", "planner", "problem", "settings", "sharding"),
+    },
     "heads": {
         *("autograd", "dtypes", "forms", "functional", "host", "kernels", "operands", "planner", "problem"),
         *("reference", "settings", "sharding"),

@@ -319,23 +319,13 @@ using namespace fusednorm;
 PYBIND11_MODULE(_native, module) {
   module.attr("torch_version") = TORCH_VERSION;
   PyModule_AddFunctions(module.ptr(), functions);
-  py::enum_<Extent>(module, "Extent")
-      .value("X", Extent::X).value("STATISTIC", Extent::STATISTIC).value("PARAMETER", Extent::PARAMETER)
-      .value("MODULATION", Extent::MODULATION).value("COLUMNS", Extent::COLUMNS)
-      .value("FIXED", Extent::FIXED);
-  py::enum_<Role>(module, "Role")
-      .value("SHAPE", Role::SHAPE).value("PARAMETER", Role::PARAMETER).value("ROWS", Role::ROWS)
-      .value("STATISTIC", Role::STATISTIC).value("PACKED_ROWS", Role::PACKED_ROWS)
-      .value("MODULATION", Role::MODULATION).value("NUMBER", Role::NUMBER).value("DTYPE", Role::DTYPE)
-      .value("MASK", Role::MASK).value("FLAG", Role::FLAG).value("NAME", Role::NAME)
-      .value("GROUPS", Role::GROUPS).value("COLUMNS", Role::COLUMNS)
-      .value("STRIDED", Role::STRIDED).value("CONSTANT", Role::CONSTANT).value("INTEGER", Role::INTEGER);
-  py::enum_<Number>(module, "Number")
-      .value("ROWS", Number::ROWS).value("CTAS", Number::CTAS).value("PARTIALS", Number::PARTIALS)
-      .value("SAMPLES", Number::SAMPLES);
+#define ROLE(name) .value(#name, Role::name)
+#define NUMBER(name) .value(#name, Number::name)
+  py::enum_<Role>(module, "Role") ROLES(ROLE);
+  py::enum_<Number>(module, "Number") NUMBERS(NUMBER);
   py::class_<Output>(module, "Output")
-      .def(py::init<Extent, at::ScalarType, size_t, int64_t, std::vector<int64_t>, int64_t>(),
-           py::kw_only(), py::arg("extent"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"),
+      .def(py::init<Role, at::ScalarType, size_t, int64_t, std::vector<int64_t>, int64_t>(),
+           py::kw_only(), py::arg("role"), py::arg("dtype"), py::arg("dims"), py::arg("whole"), py::arg("shape"),
            py::arg("width"));
   py::class_<Grid>(module, "Grid")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>(),

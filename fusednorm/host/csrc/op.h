@@ -20,13 +20,7 @@ namespace fusednorm {
 namespace py = pybind11;
 using c10::IValue;
 
-// A STRIDED tensor may have any shape and strides, which are in the key of a call; a CONSTANT is one without a gradient.
-enum class Role {
-  SHAPE, PARAMETER, ROWS, STATISTIC, PACKED_ROWS, MODULATION, COLUMNS, STRIDED, CONSTANT,
-  NUMBER, DTYPE, MASK, FLAG, NAME, GROUPS, INTEGER
-};
-
-inline bool is_tensor(Role role) { return role != Role::SHAPE && role < Role::NUMBER; }
+inline bool is_tensor(Role role) { return role < Role::SHAPE; }
 
 // An operand.
 struct Slot {

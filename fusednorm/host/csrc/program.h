@@ -34,8 +34,15 @@ using Shape = c10::SmallVector<int64_t, 6>;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Numbers that differ from call to call.
-enum class Number { ROWS, CTAS, PARTIALS, SAMPLES };
+// The names of the enums, which Python knows, too. Roles up to SHAPE are those of tensors. A STRIDED one may have any
+// shape and strides, which are in the key of a call; a CONSTANT is one without a gradient.
+#define ROLES(name)                                                                                             \
+  name(PARAMETER) name(ROWS) name(STATISTIC) name(PACKED_ROWS) name(MODULATION) name(COLUMNS) name(STRIDED)     \
+  name(CONSTANT) name(SHAPE) name(NUMBER) name(DTYPE) name(MASK) name(FLAG) name(NAME) name(GROUPS) name(INTEGER)
+#define NUMBERS(name) name(ROWS) name(CTAS) name(PARTIALS) name(SAMPLES)  // that differ from call to call
+#define ENUMERATOR(name) name,
+enum class Role { ROLES(ENUMERATOR) };
+enum class Number { NUMBERS(ENUMERATOR) };
 using Numbers = std::array<int64_t, 4>;  // by Number
 
 // The rule of planner/plan.py: Grid.
@@ -95,15 +102,13 @@ struct Blocks {
   std::vector<int64_t> bytes;  // by address: from what a block has to what the next one has
 };
 
-enum class Extent { X, STATISTIC, PARAMETER, MODULATION, COLUMNS, FIXED };
-
 struct Output {
-  Extent extent;
+  Role role;
   at::ScalarType dtype;
   size_t dims;    // of a modulation: its batch dims
   int64_t whole;  // and, as bits, which of them are x's, and not 1
-  std::vector<int64_t> shape;  // of a fixed extent
-  int64_t width;               // of an extent of columns of its own
+  std::vector<int64_t> shape;  // of a STRIDED one
+  int64_t width;               // of COLUMNS
 };
 
 // One launch. Python builds it: the configuration first, then the parameters in the kernel's order. Addresses are counted
@@ -316,13 +321,13 @@ struct Program {
   }
 
   Tensor allocate(const Output& output, const Binding& to) const {
-    if (output.extent == Extent::FIXED) return allocate(output.shape, output.dtype);
-    if (output.extent == Extent::X) return allocate(to.x_shape, output.dtype);
-    if (output.extent == Extent::PARAMETER) return allocate(to.normalized_shape, output.dtype);
+    if (output.role == Role::STRIDED) return allocate(output.shape, output.dtype);
+    if (output.role == Role::ROWS) return allocate(to.x_shape, output.dtype);
+    if (output.role == Role::PARAMETER) return allocate(to.normalized_shape, output.dtype);
     Shape shape(to.x_shape.begin(), to.x_shape.end());
-    if (output.extent == Extent::COLUMNS) {
+    if (output.role == Role::COLUMNS) {
       shape.back() = output.width;
-    } else if (output.extent == Extent::MODULATION) {
+    } else if (output.role == Role::MODULATION) {
       shape.resize(output.dims);
       for (size_t i = 0; i < shape.size(); ++i)
         if (!(output.whole >> i & 1)) shape[i] = 1;
