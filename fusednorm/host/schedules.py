@@ -24,7 +24,7 @@ from ..planner.plan import (
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from ..settings import invariance
-from . import gpus, tiles
+from . import derived, gpus, tiles
 from .launcher import Launch
 from .program import Address, Map, Number, Operand
 
@@ -77,7 +77,7 @@ def _multiwave_forward(plan: MultiWavePlan, call: ForwardCall, outputs: tuple) -
 def _column_tile_forward(plan: ColumnTilePlan, call: ForwardCall, outputs: tuple) -> list[Launch]:
     """One CTA per row."""
     tile = tiles.whole_row_tile(plan, tiles.log2_divisor(call), call.problem.form.groups)
-    registers = budget.row_pass_registers(call.problem, 1 << tile.log2_divisor)
+    registers = derived.row_pass_registers(call.problem, 1 << tile.log2_divisor)
     args = _forward_args(call, outputs)
     _, named = _of_samples(call)
     return [_launch(call, column_tiles.forward_by_column_tiles, [call.rows], args, tile, registers, named)]
@@ -117,7 +117,7 @@ def _column_tile_backward(plan: ColumnTilePlan, call: BackwardCall, out: Written
         launches.append(_launch(call, column_tiles.backward_row_means, [call.rows], args, tile))
     grid = triton.cdiv(problem.cols, plan.chunk), Number.CTAS
     args = (*inputs, out.row_means, *out[:5], out.counters, *sizes)
-    registers = budget.column_pass_registers(plan, problem, gpus.with_installed_triton(spec))
+    registers = derived.column_pass_registers(plan, problem, gpus.with_installed_triton(spec))
     tile = tiles.column_tile(plan, *of_tile)
     return [*launches, _launch(call, column_tiles.backward_by_column_tiles, grid, args, tile, registers)]
 

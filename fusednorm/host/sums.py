@@ -14,8 +14,8 @@ from ..kernels import finalizer
 from ..kernels.config import PartialsTile
 from ..operands import OWN_OUTPUTS, Role
 from ..planner import limits
-from ..planner.plan import piece_of_partials
 from ..problem.calls import Added, BackwardCall
+from .derived import piece_of_partials
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace
 from .schedules import OF_ALL_SAMPLES, SampleSum, Written

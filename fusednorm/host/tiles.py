@@ -11,11 +11,11 @@ from ..dtypes import DTYPE_NAMES
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
-from ..planner import budget
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
+from .derived import of_ring
 from .program import Map, Number
 
 VECTOR_BYTES = 16  # bytes of one load or store of a thread
@@ -88,7 +88,7 @@ def log2_divisor(call: ForwardCall | BackwardCall) -> int:
 
 @functools.cache
 def ring_tile(plan: RingPlan, problem: NormProblem, **more) -> RingTile:
-    rules = budget.of_ring(plan, problem)
+    rules = of_ring(plan, problem)
     # Bytes of the widest element that a forward stores. With the columns of one load of a narrower x, each store of a
     # warp would leave half of its sectors of memory to the next one.
     written = problem.large[1] if problem.is_forward else ()

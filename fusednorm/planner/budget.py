@@ -1,8 +1,7 @@
 """Shared memory and registers of a plan: arithmetic only, held against the compiler by tests/kernels/test_budget.py.
 
 Both are upper bounds. With as many registers per thread as `registers` says, the compiler does not spill, whatever its
-release; data/registers.json has the coefficients, and bench/NOTES.md the builds behind them. Other rules say what
-kernels are compiled with, beside the fields of their plan.
+release; data/registers.json has the coefficients, and bench/NOTES.md the builds behind them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import MAX_REGISTERS, ColumnTilePlan, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
@@ -141,26 +140,6 @@ def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
         kind = " once"
     needed = limits.value_of(_bound(f"{plan.kernel} {problem.direction}{kind}"), *known)
     return _round_up(round(needed, 6), REGISTER_STEP)
-
-
-def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
-    """Whether a thread holds the next tile's statistics while it adds up the current one, whether bfloat16 values are
-    widened two at a time (rowmath.widen), and whether threads hold what dx takes of a tile, or read it twice."""
-    known = problem.quantities, of_plan(plan, problem.cols)
-    names = "prefetches_statistics", "widens_in_pairs", "reads_once"
-    return {name: limits.value_of(getattr(limits, name), *known) for name in names}
-
-
-def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
-    """Registers (maxnreg) of a forward by column tiles; None: as many as the compiler takes. `divisor` is the largest
-    power of two, up to 16, that divides the columns and all row strides."""
-    return limits.value_of(limits.row_pass_registers, problem.quantities, {"divisor": divisor})
-
-
-def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
-    """Those of a backward. `limit` are those with which all CTAs of an SM are resident."""
-    limit = register_limit(plan.ctas_per_sm * WARP_SIZE * plan.num_warps, device)
-    return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 
 
 @functools.cache

@@ -125,11 +125,6 @@ class NormProblem:
         return read, written
 
     @cached_property
-    def widest_row(self) -> int:
-        """Bytes of an element of the widest of these tensors."""
-        return max(each.itemsize for dtypes in self.large for each in dtypes)
-
-    @cached_property
     def quantities(self) -> dict[str, Any]:
         """The names by which data files ask for what a problem has: those of its fields, and others."""
         own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype

@@ -254,14 +254,6 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     return max(1, device.sm_count * share // whole // cluster)
 
 
-def piece_of_partials(cols: int, itemsize: int) -> tuple[int, int, int]:
-    """(columns that a CTA sums, loads of a thread at a time, warps) for partials of `cols` columns. They and the number
-    of partials determine the order of the additions, so the sums do not depend on the plan, the device or the caller in
-    any other way."""
-    piece, num_warps = next(of_it for most, *of_it in limits.partials_pieces if most is None or cols <= most)
-    return piece, limits.partial_loads * 4 // itemsize, num_warps
-
-
 def num_passes(plan: Plan, problem: NormProblem) -> int | None:
     """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
     return None if plan.kernel == "reference" else 1 + (plan.kernel == "column_tiles" and problem.writes_rows)

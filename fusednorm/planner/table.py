@@ -49,8 +49,8 @@ class Key(NamedTuple):
         of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
         if not (of_parameters and problem.form.modulates):
             of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
-        of_rows = problem.widest_row if problem.widest_row > max(itemsizes) else 0
-        unlike_x = max(of_parameters, default=0), of_rows
+        widest_row = max(each.itemsize for dtypes in problem.large for each in dtypes)
+        unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0
         return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x)
 
 

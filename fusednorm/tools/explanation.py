@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ from torch import Tensor
 from ..dtypes import DTYPE_NAMES
 from ..forms import require_one_of
 from ..host import fallback, gpus
+from ..host.derived import derived_of
 from ..host.kernel_devices import runs_kernels
 from ..operands import DIRECTIONS, NORMS, OPS, ForwardOperands
 from ..planner import budget, choice, table
-from ..planner import plan as plans
 from ..planner.candidates import are_better_in_registers
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
-from ..planner.plan import VARIANTS, Plan, ReferencePlan, RingPlan, grid_of, num_launches, num_passes
+from ..planner.plan import VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance, margin
@@ -177,22 +177,6 @@ class Explanation:
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,
             "notes": list(self.notes),
         }
-
-
-def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
-    """What follows from a plan (planner/budget.py), by name."""
-    found: dict[str, Any] = {}
-    if isinstance(plan, RingPlan):
-        found |= budget.of_ring(plan, problem)
-    elif plan.kernel == "column_tiles":
-        of_forward = budget.row_pass_registers(problem, math.gcd(problem.cols, 16))
-        of_backward = budget.column_pass_registers(plan, problem, device)
-        found |= {"register_limit": of_forward if problem.is_forward else of_backward}
-    if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
-        cols = problem.cols if problem.by_sample else problem.width
-        piece, loads, warps = plans.piece_of_partials(cols, problem.acc_dtype.itemsize)
-        found["sums"] = {"cols": piece, "num_loads": loads, "num_warps": warps, "dependent": device.places_dependents}
-    return found
 
 
 def _count(number: int, name: str) -> str:

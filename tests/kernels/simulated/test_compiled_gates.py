@@ -10,7 +10,7 @@ from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED, Gated
 from simulator.host import simulated
 
 import fusednorm
-from fusednorm.planner.budget import of_ring
+from fusednorm.host.derived import of_ring
 from fusednorm.planner.choice import choose
 from fusednorm.planner.plan import from_text
 
