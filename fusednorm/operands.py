@@ -140,6 +140,7 @@ WEIGHT, BIAS = Slot("weight", Role.PARAMETER, optional=True), Slot("bias", Role.
 EPS, DEFAULT_EPS = Slot("eps", Role.EPS, default=1e-5), Slot("eps", Role.EPS, optional=True)
 WANTS_STATISTICS = Slot("wants_statistics", Role.FLAG, default=True)  # for a backward
 GRAD_OUT, MEAN, RSTD = Slot("grad_out", Role.ROWS), Slot("mean", Role.STATISTIC), Slot("rstd", Role.STATISTIC)
+STATISTICS = {"layer": (MEAN, RSTD), "rms": (RSTD,)}  # that a backward reads
 BIAS_DTYPE = BIAS._replace(is_read=False)
 MASK = Slot("output_mask", Role.MASK, default=True)
 RESIDUAL_GRAD = Slot("residual_grad", Role.PACKED_ROWS, optional=True)
@@ -193,7 +194,7 @@ ONE_PLUS = FormSpec(modulate="one_plus")
 MODULATED_OPS = tuple(
     Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, *statistics, *MODULATED), MODULATED_GRADIENTS, suffix="_modulated",
        form=ONE_PLUS)
-    for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
+    for norm, statistics in STATISTICS.items()
 )  # fmt: skip
 
 # Norms with a gate of x's shape. Their backwards make the row again from x and the gate.
@@ -203,7 +204,7 @@ OF_GATED, TIMES_GATE = FormSpec(combine="gate"), FormSpec(finish="gate")
 GATED_OPS = tuple(
     Op(norm, BACKWARD, (GRAD_OUT, X, SHAPE, ROW_GATE, *statistics, WEIGHT, bias, MASK, WEIGHT_OFFSET, *GATE_SETTINGS),
        (DX_, DWEIGHT_, DBIAS_, ROW_DGATE_), suffix=suffix, form=form)
-    for norm, statistics in (("layer", (MEAN, RSTD)), ("rms", (RSTD,)))
+    for norm, statistics in STATISTICS.items()
     for form, suffix, bias in ((OF_GATED, "_of_gated", BIAS_DTYPE), (TIMES_GATE, "_times_gate", BIAS))
 )  # fmt: skip
 
@@ -293,7 +294,9 @@ def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
 
 
 # What an operand is to ops that lack it.
-ABSENT = {"normalized_shape": (), "groups": 1, "width": 0} | dict.fromkeys(("row_index", "gate", "shift", "branch"))
+ABSENT = {"normalized_shape": (), "groups": 1, "width": 0, "rounds_steps": False} | dict.fromkeys(
+    ("row_index", "gate", "shift", "branch", "grouped")
+)
 
 
 def operands_type(name: str, ops: Sequence[Op], last: Op | None = None) -> Any:

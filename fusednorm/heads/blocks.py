@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..operands import Operands, Role
 from .call import outputs_of, with_tensors
-from .problem import heads_of, packing_of
+from .problem import dim_of, heads_of, packing_of
 
 
 def of(given: Operands, tokens: int) -> list[Operands]:
@@ -64,11 +64,8 @@ def _part(given: Operands, dim: int, start: int, length: int) -> Operands:
     ndim = heads_of(given).inputs[0].dim()
 
     def part(role: Role, tensor: Tensor) -> Tensor:
-        if role is Role.STRIDED:
-            return tensor.narrow(dim, start, length)
-        at = dim - ndim + tensor.dim()
-        is_whole = role is Role.PARAMETER or at < 0 or tensor.shape[at] == 1
-        return tensor if is_whole else tensor.narrow(at, start, length)
+        at = dim_of(role, tensor.shape, dim, ndim)
+        return tensor if at is None else tensor.narrow(at, start, length)
 
     pairs = zip([slot.role for slot in given.slots if slot.role.is_tensor], given.tensors, strict=True)
     return with_tensors(given, [each if each is None else part(role, each) for role, each in pairs])

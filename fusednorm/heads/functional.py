@@ -139,9 +139,9 @@ def qk_norm_packed(
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
     require_strided(op, "qkv", qkv)
     cols = packing.check(op, qkv)
-    for each in parameters:
+    for name, each in zip(NAMES[2:], parameters, strict=True):
         if isinstance(each, Tensor) and each.shape != (cols,):
-            raise RuntimeError(f"{op}: weights and biases must have shape {(cols,)}, got {tuple(each.shape)}")
+            raise RuntimeError(f"{op}: {name} must have shape {(cols,)}, got {tuple(each.shape)}")
     cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped) if rotary is not None else (None, None)
     of_q, of_k, of_v = packing.counts
     ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, eps, *settings)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import Operands
+from ..operands import Operands, Role
 from ..problem.validation import require, require_float, require_strided
 from .operands import GRADS, Settings
 
@@ -77,6 +77,15 @@ def spans_heads(of_head: torch.Size, parameters: Sequence[Tensor | None]) -> boo
     return any([getattr(each, "shape", of_head) != of_head for each in parameters])
 
 
+def dim_of(role: Role, shape: Sequence[int], dim: int, ndim: int) -> int | None:
+    """Which dim of a tensor of this role is `dim` of q, which has ndim dims; None if all its indices share the tensor.
+    """
+    if role is Role.STRIDED:
+        return dim
+    at = dim - ndim + len(shape)  # a constant is broadcast from the last dim
+    return at if role is Role.CONSTANT and at >= 0 and shape[at] != 1 else None
+
+
 def heads_of(operands: Operands) -> Heads:
     """q and k, which may be parts of a packed tensor, and what an op has beside them."""
     packing = packing_of(operands)
@@ -116,9 +125,11 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = (), *, may_
         _require(op, f"inputs[{at}]", x, device)
         if not x.dim() or x.shape[-1] != cols:
             raise RuntimeError(f"{op}: inputs[{at}] must end in {cols} columns as inputs[0] does, got {_shape(x)}")
-    wanted = [(f"{name}[{at}]", each, heads.shape_of_parameter(at, each) if may_span else (cols,))
+    wanted = [(f"{name}[{at}]", each, heads.shape_of_parameter(at, each))
               for name, some in (("weights", weights), ("biases", biases))
               for at, each in enumerate(some) if each is not None]  # fmt: skip
+    if not may_span or any(getattr(each, "shape", None) == (cols,) != shape for _, each, shape in wanted):
+        wanted = [(name, each, (cols,)) for name, each, _ in wanted]  # where one is for a head, all are
     of_grads = (*inputs, inputs[-1])  # v has the shape of k
     wanted += [(f"grads[{at}]", each, of_grads[at].shape) for at, each in enumerate(grads) if each is not None]
     for name, tensor, shape in wanted:
@@ -208,4 +219,4 @@ class Packing(NamedTuple):
 
 def packing_of(operands: Operands) -> Packing | None:
     """None if q and k are two tensors."""
-    return Packing(operands.heads, operands.kv_heads, operands.grouped) if hasattr(operands, "grouped") else None
+    return None if operands.grouped is None else Packing(operands.heads, operands.kv_heads, operands.grouped)

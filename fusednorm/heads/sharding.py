@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from ..operands import TRANSLATIONS, Role, operands_of, wanted_outputs
-from .problem import spans_heads
+from .problem import dim_of, spans_heads
 
 
 def placements(name: str, schema: Any) -> tuple:
@@ -20,17 +20,15 @@ def placements(name: str, schema: Any) -> tuple:
 
     pairs = zip(schema.args_schema, TRANSLATIONS[name].lists, strict=False)
     given = operands_of(name, [tree_leaves(each) if len(names) > 1 else each for each, names in pairs], {})
-    x, k, grouped = given.x, getattr(given, "k", given.x), getattr(given, "grouped", None)
+    x, k, grouped = given.x, getattr(given, "k", given.x), given.grouped
     ndim = len(x.shape) + (0 if grouped is None else 1 + grouped)  # of q
     operands = [(slot.role, getattr(given, slot.name)) for slot in given.slots if slot.role.is_tensor]
     operands = [(role, each) for role, each in operands if each is not None]
     outputs = [each.role for each, wanted in zip(given.outputs, wanted_outputs(given), strict=True) if wanted]
 
     def placed(role: Role, each: Any, dim: int) -> Any:
-        if role is Role.STRIDED:
-            return Shard(dim)
-        at = dim - ndim + len(each.shape)  # a constant is broadcast from the last dim
-        return Shard(at) if role is Role.CONSTANT and at >= 0 and each.shape[at] > 1 else Replicate()
+        at = dim_of(role, each.shape, dim, ndim)
+        return Replicate() if at is None else Shard(at)
 
     found = [[Replicate()] * (len(outputs) + len(operands))]
     parameters = [each for role, each in operands if role is Role.PARAMETER]

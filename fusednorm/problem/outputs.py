@@ -19,7 +19,7 @@ def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if asked:
         return asked
     dtype, promoted = getattr(operands, output.like).dtype, output.promoted
-    if output.promoted_if_rounded and (operands.rounds_x_hat or getattr(operands, "rounds_steps", False)):
+    if output.promoted_if_rounded and (operands.rounds_x_hat or operands.rounds_steps):
         promoted += output.promoted_if_rounded
     for name in promoted:
         of_output = next((each for each in operands.outputs[OWN_OUTPUTS:] if each.name == name), None)

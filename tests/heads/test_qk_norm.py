@@ -122,7 +122,7 @@ def test_a_rotated_norm_of_all_heads_runs_one_op_each_way():
 
 
 def test_packed_norms_take_no_weights_of_all_heads():
-    with pytest.raises(RuntimeError, match=r"weights and biases must have shape \(16,\), got \(64,\)"):
+    with pytest.raises(RuntimeError, match=r"q_weight must have shape \(16,\), got \(64,\)"):
         fusednorm.qk_norm_packed(torch.randn(5, 8 * 16), 4, 2, torch.randn(64), torch.randn(32))
 
 
@@ -169,12 +169,9 @@ ERRORS = [
     ((Q, K, W), {"norm_first": "no"}, TypeError, "norm_first must be a bool, got 'no'"),
     ((Q[0, 0], K, W[:1]), {"heads_dim": -3}, RuntimeError, r"q must have heads in dim -3, got shape \(4, 16\)"),
     ((Q, K, W), {"rotary_dim": 8}, RuntimeError, "rotary_dim needs cos and sin, got 8 without them"),
-    (
-        (Q, K, torch.randn(7)),
-        {},
-        RuntimeError,
-        r"weights\[0\] must have shape \(64,\), got \(7,\)",
-    ),
+    ((Q, K, torch.randn(7)), {}, RuntimeError, r"weights\[0\] must have shape \(64,\), got \(7,\)"),
+    ((Q, K, W, torch.randn(7)), {}, RuntimeError, r"weights\[1\] must have shape \(16,\), got \(7,\)"),
+    ((Q, K, W), {"k_bias": torch.randn(2, 7)}, RuntimeError, r"biases\[1\] must have shape \(16,\), got \(2, 7\)"),
     (
         (Q, K, W),
         {"rotary": (ROTARY.clone().requires_grad_(), ROTARY)},
