@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import formulas
 import torch
 import triton
 from cases import BF16, FP16, FP32, FP64
 from fusednorm.kernels import rowmath
-from fusednorm.kernels.config import Tile
+from fusednorm.kernels.config import Form, Tile
 
-from fusednorm import ops, reference
-from fusednorm.forms import FormSpec
+from fusednorm import operands, ops, reference
+from fusednorm.forms import CHOICES
 from fusednorm.host import key, launcher, native, prepared, program, triton_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.operands import operands_of
@@ -330,9 +330,17 @@ class Launched(NamedTuple):
         shape, stride = (self.shape()[0], self.build.groups, 1), self.parameters.get(f"{name}_stride", 1)
         return self.tensor(name, shape, (self.build.groups * stride, stride, 1))
 
-    def by_group(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, cols] as [rows, groups, columns of a group]"""
-        return rows.unflatten(-1, (self.build.groups, -1))
+    def given(self) -> dict[str, torch.Tensor]:
+        """What is read but statistics, by the names of operands, as [rows, groups, columns of a group]."""
+        norm, shape = self.build.norm, self.shape()
+        found = {"x": self.rows("x"), "grad_out": self.rows("dy"), "residual_grad": self.more_rows("added")}
+        found |= {name: self.more_rows("rows_in", at) for at, name in enumerate(norm.rows_in)}
+        for at, name in enumerate(norm.shared):
+            found[name] = self.more_rows("shared", at).repeat_interleave(self.sample_rows(), 0)
+        weight, bias = (self.tensor(name, shape[1:]) for name in ("weight", "bias"))
+        weight = weight.double().square() if self.build.squares and weight is not None else weight
+        found |= {name: each.expand(shape) for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+        return {name: each.unflatten(-1, (self.build.groups, -1)) for name, each in found.items() if each is not None}
 
 
 def compute(launched: Launched) -> None:
@@ -356,36 +364,12 @@ def compute(launched: Launched) -> None:
 
 
 def compute_forward(launched: Launched) -> None:
-    form, total = launched.build.norm.form, launched.more_rows("rows_out")
-    names = enumerate(launched.build.norm.rows_in)
-    rows = {name: launched.more_rows("rows_in", at).double() for at, name in names}
-    of_sample = launched.sample_rows()
-    for at, name in enumerate(launched.build.norm.shared):
-        rows[name] = launched.more_rows("shared", at).repeat_interleave(of_sample, 0).double()
-    (x,), residual, eps = doubles(launched.rows("x")), rows.get("residual"), launched.parameters["eps"]
-    before, after, _ = gates_of(launched, rows.get("gate"))
-    x = x * before
-    weight, bias = weight_of(launched), *doubles(launched.tensor("bias", launched.shape()[1:]))
-    dtype = x.dtype if form.round_x_hat is rowmath.in_full else launched.rows("x").dtype
-    if total is not None:
-        x = x * rows.get("gate", 1)
-        x = x if residual is None else x + residual
-        fill(total, x)
-        x = total.double() if form.combine in rowmath.UNROUNDED else x
-    shape = (launched.parameters["cols"],)
-    if launched.build.norm.layer:
-        x_hat, mean, rstd = formulas.layer_norm(launched.by_group(x), shape, None, None, eps)
-        fill(launched.statistic("mean"), mean)
-    else:
-        x_hat, rstd = formulas.rms_norm(launched.by_group(x), shape, None, eps)
-    fill(launched.statistic("rstd"), rstd)
-    y = x_hat.flatten(1).to(dtype).double()
-    y = y if weight is None else y * (form.weight_offset + weight)
-    y = y if bias is None else y + bias
-    if form.factor is not None:
-        factor = next(name for name, each in rowmath.FACTORS.items() if each is form.factor)
-        y = y * reference.FACTORS[factor](rows["scale"]) + rows.get("shift", 0)
-    fill(launched.tensor("y", launched.shape()), y + residual if total is None and residual is not None else y * after)
+    shape, total = launched.shape(), launched.more_rows("rows_out")
+    y = launched.tensor("y", shape)
+    more = {"eps": launched.parameters["eps"], "y_dtype": y.dtype, "residual_dtype": total is not None and total.dtype}
+    made = reference.formula_of_group(operands_in(launched, "forward", launched.given(), more))
+    for out, each in zip((y, launched.statistic("mean"), launched.statistic("rstd"), total), made, strict=False):
+        fill(out, each if each is None or each.shape[-1] == 1 else each.flatten(1))
 
 
 def sum_samples(launched: Launched) -> None:
@@ -415,88 +399,54 @@ def add_blocks(launched: Launched) -> None:
         fill(out, total)
 
 
-def compute_modulated(launched: Launched) -> None:
-    norm, (rows, cols), sample_rows = launched.build.norm, launched.shape(), launched.sample_rows()
-    named = {name: launched.more_rows("rows_in", at) for at, name in enumerate(norm.rows_in)}
-    for at, name in enumerate(norm.shared):
-        named[name] = launched.more_rows("shared", at).repeat_interleave(sample_rows, 0)
-    given = {name: each.double() for name, each in named.items()}
-    own = launched.rows("dy"), launched.rows("x"), launched.statistic("mean"), launched.statistic("rstd")
-    dy, x, mean, rstd = (each if each is None else each.reshape(rows, -1) for each in doubles(*own))
-    weight = weight_of(launched)
-    (bias, added) = doubles(launched.tensor("bias", (cols,)), launched.more_rows("added"))
-    factor = next(name for name, each in rowmath.FACTORS.items() if each is norm.form.factor)
-    given |= {"grad_out": dy, "x": x, "normalized_shape": (cols,), "rstd": rstd, "weight": weight, "bias": bias}
-    given |= {"shift": dy, "residual_grad": added, "modulate": factor, "weight_offset": norm.form.weight_offset}
-    given |= {} if mean is None else {"mean": mean}
-    operands = operands_of(f"{'rms' if mean is None else 'layer'}_norm_bwd_modulated", (), given)
-    dh, _, _, *more = reference.backward_formula(operands)
-    grads = [dh, *more]
-    outs = [*norm.stored[norm.stores_dx :]] if norm.wants_dx else []
-    if norm.stores_dx:
-        fill(launched.tensor("dx", (rows, cols)), dh)
-    for at, which in enumerate(outs):
-        fill(launched.more_rows("rows_out", at), grads[which])
-    for at, which in enumerate(norm.summed):
-        fill(launched.partials("sum_partials", at), grads[which].unflatten(0, (-1, sample_rows)).sum(1))
-    scale = given["scale"]
-    du = dy * reference.FACTORS[factor](scale)
-    x_hat = (x - (0 if mean is None else mean)) * rstd
-    for name, terms in (("dw_partial", du * x_hat), ("db_partial", du)):
-        fill(launched.partials(name), terms.unflatten(0, (-1, sample_rows)).sum(1))
-
-
 def compute_backward(launched: Launched) -> None:
-    if launched.build.norm.form.factor is not None:
-        compute_modulated(launched)
-        return
-    cols = launched.shape()[1]
-    (dy, x), weight = doubles(launched.rows("dy"), launched.rows("x")), weight_of(launched)
-    mean, rstd = doubles(launched.statistic("mean"), launched.statistic("rstd"))
-    x = torch.zeros_like(dy) if x is None else x  # a kernel that sums only db does not get x
-    offset = {"weight_offset": launched.build.norm.form.weight_offset}
-    (gate,), (bias,) = doubles(launched.more_rows("rows_in")), doubles(launched.tensor("bias", (cols,)))
-    before, after, slope = gates_of(launched, gate)
-    h, du = launched.by_group(x * before), launched.by_group(dy * after)
-    given, of_groups = (h, h.shape[-1:], mean, rstd), None if weight is None else launched.by_group(weight)
-    dh, *_ = formulas.norm_backward(du, *given, of_groups, None, (True, False, False), **offset)
-    ones = torch.ones_like(h[0])
-    _, dw, db = (each if each is None else each.flatten() for each in
-                 formulas.norm_backward(du, *given, ones, ones, (False, True, True)))  # fmt: skip
-    dh = dh.flatten(1)
-    residual = launched.more_rows("added")
-    dh = dh if residual is None else dh + residual
-    fill(launched.tensor("dx", launched.shape()), dh * before)
-    if launched.build.norm.form.gradients is rowmath.dh_of_summands and 1 in launched.build.norm.stored:
-        fill(launched.more_rows("rows_out"), dh)
-    if gate is not None:
-        x_hat = ((h - (0 if mean is None else mean)) * rstd).flatten(1)
-        u = x_hat if weight is None else x_hat * (offset["weight_offset"] + weight)
-        u = u if bias is None else u + bias
-        is_before = launched.build.norm.form.combine is rowmath.gated
-        fill(launched.more_rows("rows_out"), (dh * x if is_before else dy * u) * slope)
-    for each, total in (("dw", dw), ("db", db)):
-        fill(launched.tensor(f"{each}_partial", (cols,)), total)
-        fill(launched.tensor(each, (cols,)), total)
+    """The gradients of parameters and of what samples share are computed for each row, and then added up."""
+    norm, (rows, cols) = launched.build.norm, launched.shape()
+    given = {name: each.double() for name, each in launched.given().items()}
+    dy = given["grad_out"]
+    unread = torch.zeros_like(dy)  # kernels get no operand that the wanted gradients do not depend on
+    given = {"x": unread, "bias": unread, "weight": unread + 1.0 - norm.form.weight_offset} | given
+    statistics = {name: launched.statistic(name) for name in ("mean", "rstd")}
+    given |= {name: each.double() for name, each in statistics.items() if each is not None}
+    operands = operands_in(launched, "backward", given, {"dx_dtype": FP64, "dsummand_dtype": FP64, "shift": dy})
+    made = [each if each is None else each.flatten(1) for each in reference.backward_formula(operands)]
+    dx, dw, db = made[:3]
+    grads = dx, *made[3:]
+    if norm.stores_dx:
+        fill(launched.tensor("dx", (rows, cols)), dx)
+    for at, which in enumerate(norm.stored[norm.stores_dx :] if norm.wants_dx else ()):
+        fill(launched.more_rows("rows_out", at), grads[which])
+    of_samples = [(launched.partials(f"{name}_partial"), each) for name, each in (("dw", dw), ("db", db))]
+    of_samples += [(launched.partials("sum_partials", at), grads[which]) for at, which in enumerate(norm.summed)]
+    for out, each in of_samples:
+        if out is not None:
+            fill(out, each.unflatten(0, (-1, launched.sample_rows())).sum(1))
+    for name, each in (("dw", dw), ("db", db)):
+        if each is not None:
+            fill(launched.tensor(name, (cols,)), each.sum(0))
 
 
-def gates_of(launched: Launched, gate: torch.Tensor | None):
-    """What a gate multiplies x and u by, and the derivative of its activation."""
-    form = launched.build.norm.form
-    if form.activation is None or gate is None:
-        return 1, 1, None
-    name = next(name for name, each in rowmath.ACTIVATIONS.items() if each is form.activation)
-    factor, slope = reference.activated(FormSpec(activation=name), gate)
-    return (factor, 1, slope) if form.combine is rowmath.gated else (1, factor, slope)
+def operands_in(launched: Launched, direction: str, given: dict, more: dict):
+    """The operands of an op that computes what the launch does, with groups as rows of their own."""
+    form, norm = launched.build.norm.form, "layer" if launched.build.norm.layer else "rms"
+    form = rowmath.AFFINE if launched.build.squares else form
+    op, settings = op_of(direction, norm, form, frozenset(given))
+    return operands_of(op, (), {"normalized_shape": (launched.parameters["cols"],)} | given | settings | more)
 
 
-def weight_of(launched: Launched) -> torch.Tensor | None:
-    (weight,) = doubles(launched.tensor("weight", launched.shape()[1:]))
-    return weight.square() if weight is not None and launched.build.squares else weight
-
-
-def doubles(*tensors):
-    return tuple(None if each is None else each.double() for each in tensors)
+@functools.cache
+def op_of(direction: str, norm: str, form: Form, names: frozenset[str]) -> tuple[str, dict]:
+    """The name of an op that has these operands, and the settings by which its form is this one."""
+    fields = {"weight_offset": [form.weight_offset], "rounds_x_hat": [False, True], "rounds_sum": [True, False]}
+    fields |= {name: [*filter(None, values)] for name, values in CHOICES.items()}
+    for op in operands.OPS.values():
+        if (op.norm, op.direction) == (norm, direction) and names <= {slot.name for slot in op.inputs} and op.form:
+            of_op = {name: values for name, values in fields.items() if op.slot(name)}
+            for values in itertools.product(*of_op.values()):
+                settings = dict(zip(of_op, values, strict=True))
+                if rowmath.form_of(op.form._replace(**settings)) == form:
+                    return op.name, settings
+    raise LookupError(f"no op of {names} has the form {form}")
 
 
 def fill(tensor: torch.Tensor | None, values: torch.Tensor) -> None:
