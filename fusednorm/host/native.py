@@ -193,9 +193,9 @@ def _tensors(op: Op) -> list[str]:
 def y_of(name: str, arguments: tuple) -> Any:
     """What a forward op returns without the statistics, differentiable, for all of its arguments by position: y, or y
     and what follows. None if Python must run the call."""
-    if extension is None or torch.compiler.is_dynamo_compiling() or name not in _numbers:
+    if extension is None or torch.compiler.is_dynamo_compiling() or (number := _numbers.get(name)) is None:
         return None
-    return extension.y_of(_numbers[name], *arguments)
+    return extension.y_of(number, arguments)
 
 
 def y_of_parts(name: str, sizes: tuple, ranges: tuple, integers: tuple, arguments: tuple) -> tuple[Any, ...] | None:
@@ -205,7 +205,7 @@ def y_of_parts(name: str, sizes: tuple, ranges: tuple, integers: tuple, argument
     beside the forward's settings."""
     if extension is None or torch.compiler.is_dynamo_compiling():
         return None
-    return extension.y_of_parts(sizes, ranges, integers, _numbers[name], *arguments)
+    return extension.y_of_parts(sizes, ranges, integers, _numbers[name], arguments)
 
 
 def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ PARAMETERS = ("weight", "bias")
 STOCK_FUNCTIONS = {F.layer_norm, F.rms_norm}
 MODULES_OWN = frozenset(vars(nn.Module()))
 LOWER_STOCK_FUNCTIONS = {torch.layer_norm, torch.rms_norm, torch.native_layer_norm}
-# The value of Formula.output for the dtypes of y in two trials: bfloat16 x with float32 weight, and float32 x with
+# The rule of _output_rule for the dtypes of y in two trials: bfloat16 x with float32 weight, and float32 x with
 # bfloat16 weight.
 OUTPUT_DTYPES = {
     (torch.bfloat16, torch.float32): "x",
@@ -60,6 +60,14 @@ class Computation:
 
     norm: str  # "layer" or "rms"
     form: FormSpec
+    op: str
+    more: tuple  # the op's last arguments
+
+    @classmethod
+    def of(cls, norm: str, form: FormSpec) -> Computation:
+        if not (form.combine or form.finish):
+            return cls(norm, form, f"{norm}_norm_fwd_affine", ())
+        return cls(norm, form, functional.gated_op(norm, bool(form.finish)), (form.activation, form.groups))
 
     def __str__(self) -> str:
         form, norm = self.form, "LayerNorm" if self.norm == "layer" else "RMSNorm"
@@ -68,17 +76,11 @@ class Computation:
         gate = f"a {form.activation} gate"
         return f"{norm}, then {gate}" if form.finish else f"{norm} behind {gate}" if form.combine else norm
 
-    @property
-    def op(self) -> str:
-        if self.form.combine or self.form.finish:
-            return functional.gated_op(self.norm, norm_before_gate=bool(self.form.finish))
-        return f"{self.norm}_norm_fwd_affine"
-
     def arguments(self, inputs: Sequence[Tensor], weight, bias, eps: float, rounds_x_hat=False, y_dtype=None) -> tuple:
         """All arguments of the op by position, for an x and a gate if the form has one."""
-        (x, *gate), form = inputs, self.form
-        more = (form.activation, form.groups) if gate else ()
-        return x, (x.shape[-1],), *gate, weight, bias, eps, form.weight_offset, rounds_x_hat, y_dtype, *more
+        x, *gate = inputs
+        offset = self.form.weight_offset
+        return x, (x.shape[-1],), *gate, weight, bias, eps, offset, rounds_x_hat, y_dtype, *self.more
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,12 @@ class Formula:
     """How a module computes what it does."""
 
     computes: Computation
-    # dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else promoted
-    output: str
     eps_name: str
     inputs: tuple[str, ...]  # the names of its forward's arguments
     parameters: tuple[str, ...]  # "weight" and "bias", if it has them: asking for one that is absent is slow
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
-    rounds_x_hat: tuple[bool, bool]  # whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one
+    # By the dtypes of x and weight: whether x_hat is rounded before the weight, and the dtype of y.
+    roundings: dict[tuple[torch.dtype, torch.dtype | None], tuple[bool, torch.dtype]] = field(hash=False)
 
 
 class NormByHand(nn.Module):
@@ -102,54 +103,48 @@ class NormByHand(nn.Module):
     _fused_formula: Formula
     _fused_wait: Wait | None = None
 
-    def forward(self, *args, **kwargs) -> Tensor | Deferred:
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> Tensor | Deferred:
         formula, inputs = self._fused_formula, args
         if kwargs or len(args) != len(formula.inputs):
             given = dict(zip(formula.inputs, args, strict=False)) | kwargs
             inputs = tuple([given.get(name) for name in formula.inputs])
-        weight, bias = [parameter(self, name) if name in formula.parameters else None for name in PARAMETERS]
+        weight = parameter(self, "weight") if "weight" in formula.parameters else None
+        bias = parameter(self, "bias") if "bias" in formula.parameters else None
         x = inputs[0]
-        if not _takes(inputs, weight) or x.dim() not in formula.ranks:
+        if not _are_plain(inputs, weight) or x.dim() not in formula.ranks:
             return super().forward(*args, **kwargs)
-        before_narrow, before_wide = formula.rounds_x_hat  # Dynamo of torch 2.11 does not index by a bool
-        rounds = before_wide if weight is not None and weight.dtype not in SIXTEEN_BITS else before_narrow
-        eps, y_dtype = getattr(self, formula.eps_name), _output_dtype(formula.output, x, weight)
-        op, arguments = formula.computes.op, formula.computes.arguments(inputs, weight, bias, eps, rounds, y_dtype)
+        roundings = formula.roundings.get((x.dtype, None if weight is None else weight.dtype))
+        if roundings is None:
+            return super().forward(*args, **kwargs)
+        computes = formula.computes
+        arguments = computes.arguments(inputs, weight, bias, getattr(self, formula.eps_name), *roundings)
         if self._fused_wait is not None:
-            return result_of(self, self._fused_wait, op, arguments)
-        return autograd.of_form_in_cpp(op, arguments)
+            return result_of(self, self._fused_wait, computes.op, arguments)
+        return autograd.of_form_in_cpp(computes.op, arguments)
 
 
 def forward_of(own: type) -> Callable:
-    """NormByHand.forward wrapped for the class `own`, so that torch.jit.script works.
+    """NormByHand.run wrapped for the class `own`, so that torch.jit.script works.
 
     torch.jit.script does not take *args. It reads the source of the wrapped function instead, which is own.forward, and
     resolves names in the globals of own.forward.
     """
-    ours = NormByHand.forward
+    run = NormByHand.run
 
     def forward(self, *args, **kwargs):
-        return ours(self, *args, **kwargs)
+        return run(self, args, kwargs)
 
     with_its_globals = FunctionType(forward.__code__, own.forward.__globals__, "forward", None, forward.__closure__)
     return functools.wraps(own.forward)(with_its_globals)
 
 
-def _takes(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
-    if weight is not None and not (type(weight) in PLAIN_TYPES and weight.dtype in FLOAT_DTYPES):
+def _are_plain(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
+    if weight is not None and type(weight) not in PLAIN_TYPES:
         return False
     for each in inputs:
-        if not (type(each) is Tensor and each.dtype in FLOAT_DTYPES and (each.is_cuda or each.is_cpu)):
+        if type(each) is not Tensor or not (each.is_cuda or each.is_cpu):
             return False
-    return len(inputs) == 1 or inputs[0].shape == inputs[1].shape
-
-
-def _output_dtype(rule: str, x: Tensor, weight: Tensor | None) -> torch.dtype:
-    if rule == "x" or weight is None or weight.dtype is x.dtype:
-        return x.dtype
-    if rule == "weight" and weight.dtype in SIXTEEN_BITS:
-        return weight.dtype
-    return torch.promote_types(x.dtype, weight.dtype)
+    return len(inputs) == 1 or (inputs[0].shape == inputs[1].shape and inputs[1].dtype in FLOAT_DTYPES)
 
 
 class Subject(NamedTuple):
@@ -229,9 +224,9 @@ def _by_trial(subject: Subject) -> Formula:
             if not _agrees(subject, computes, batch):
                 raise Unrecognized("its forward computes something else for other numbers of rows")
     with undisturbed(), _StockNorms() as stock:
-        output, rounds = _output_rule(subject), _roundings(subject, computes)
         own = tuple(name for name in PARAMETERS if hasattr(subject.module, name))
-        formula = Formula(computes, output, subject.eps_name, subject.inputs, own, ranks, rounds)
+        roundings = _roundings(subject, computes)
+        formula = Formula(computes, subject.eps_name, subject.inputs, own, ranks, roundings)
     if any(call.input.dtype in SIXTEEN_BITS for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
@@ -314,7 +309,7 @@ def _computations(subject: Subject, numbers_of_groups: Sequence[int]) -> Iterato
         options = itertools.product(numbers_of_groups, ({"finish": "gate"}, {"combine": "gate"}), ACTIVATIONS)
         forms = [FormSpec(**place, groups=groups, activation=each) for groups, place, each in options]
     for form, norm, offset in itertools.product(forms, ("rms", "layer"), (0.0, 1.0)):
-        yield Computation(norm, form._replace(weight_offset=offset))
+        yield Computation.of(norm, form._replace(weight_offset=offset))
 
 
 def _agrees(
@@ -338,7 +333,24 @@ def _agrees(
     return True
 
 
+def _roundings(subject: Subject, computes: Computation) -> dict:
+    """Formula.roundings."""
+    rule, (narrow, wide) = _output_rule(subject), _rounds_x_hat(subject, computes)
+    return {
+        (x, weight): (narrow if weight in (None, *SIXTEEN_BITS) else wide, _output_dtype(rule, x, weight))
+        for x, weight in itertools.product(FLOAT_DTYPES, (None, *FLOAT_DTYPES))
+    }
+
+
+def _output_dtype(rule: str, x: torch.dtype, weight: torch.dtype | None) -> torch.dtype:
+    if rule == "x" or weight in (None, x):
+        return x
+    return weight if rule == "weight" and weight in SIXTEEN_BITS else torch.promote_types(x, weight)
+
+
 def _output_rule(subject: Subject) -> str:
+    """The dtype of y: "x" is x's; "promoted" is x's and weight's promoted; "weight" is weight's if 16-bit, else
+    promoted."""
     cols = subject.cols[0]
     if getattr(subject.module, "weight", None) is None:
         found = {(subject.trial(COMMON_BATCH, cols, torch.bfloat16).run().dtype, torch.float32)}
@@ -355,8 +367,9 @@ def _output_rule(subject: Subject) -> str:
     return OUTPUT_DTYPES[dtypes]
 
 
-def _roundings(subject: Subject, computes: Computation) -> tuple[bool, bool]:
-    """Formula.rounds_x_hat: the rounding by which more elements of a bfloat16 trial are those of the module."""
+def _rounds_x_hat(subject: Subject, computes: Computation) -> tuple[bool, bool]:
+    """Whether 16-bit x_hat is rounded before a 16-bit weight, and before a wider one: the rounding by which more
+    elements of a bfloat16 trial are those of the module."""
     if getattr(subject.module, "weight", None) is None and len(subject.inputs) == 1:
         return False, False  # y is rounded in any case
     found = []

@@ -91,18 +91,19 @@ bool read(PyObject* argument, const Slot& slot, Given& given) {
   }
 }
 
-// The operands that Python passes: the op's number and its arguments, those of lists one by one. Nothing for calls that
-// Python must run.
-optional<Given> from_python(PyObject* const* arguments, Py_ssize_t count) {
-  const Op& op = *ops.at(count ? PyLong_AsLong(arguments[0]) : -1);
-  if (static_cast<size_t>(count) != 1 + op.num_values || at::impl::torch_function_mode_enabled() ||
+// The operands that Python passes: the op's number, and a tuple of its arguments, those of lists one by one. Nothing for
+// calls that Python must run.
+optional<Given> from_python(PyObject* number, PyObject* arguments) {
+  const Op& op = *ops.at(PyLong_AsLong(number));
+  if (static_cast<size_t>(PyTuple_GET_SIZE(arguments)) != op.num_values || at::impl::torch_function_mode_enabled() ||
       at::tracer::impl::is_dispatch_enabled() || c10::InferenceMode::is_enabled() ||
       (op.follows_autocast && at::autocast::is_autocast_enabled(at::kCUDA)))
     return {};
   optional<Given> given(op);
+  Py_ssize_t at = 0;
   for (const Slot& slot : op.inputs)
     if (!slot.is_argument) given->settings.push_back(true);
-    else if (!read(*++arguments, slot, *given)) return {};
+    else if (!read(PyTuple_GET_ITEM(arguments, at++), slot, *given)) return {};
   if (needs_python(*given)) return {};
   return given;
 }
@@ -140,16 +141,16 @@ PyObject* run_forward(optional<Given> given, const Parts& parts = {}, const std:
   return made.release().ptr();
 }
 
-PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* y_of(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  return run_forward(from_python(arguments, count));
+  return run_forward(from_python(arguments[0], arguments[1]));
   END_HANDLE_TH_ERRORS
 }
 
 // The same behind the Parts (sizes and ranges) and the integers.
-PyObject* y_of_parts(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* y_of_parts(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  optional<Given> given = from_python(arguments + 3, count - 3);
+  optional<Given> given = from_python(arguments[3], arguments[4]);
   py::detail::make_caster<std::vector<int64_t>> integers[3];
   for (int i = 0; i < 3; ++i)
     if (!given || !integers[i].load(arguments[i], /*convert=*/true)) Py_RETURN_NONE;
