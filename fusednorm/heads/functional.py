@@ -16,7 +16,7 @@ from ..host.torch_compat import recorder
 from ..operands import TRANSLATIONS, Operands
 from ..problem.validation import require_strided
 from . import ops  # noqa: F401  registers them
-from .operands import FORWARD, PACKED, Settings
+from .operands import FORWARD, PACKED
 from .problem import Heads, Packing, heads_of, spans_heads, validate
 
 NORMS = {"rms": None, "layer": 1e-5}  # and the default eps
@@ -66,14 +66,12 @@ def qk_norm(
     Any float dtypes; each gradient has its tensor's. Raises RuntimeError as torch.ops.fusednorm.head_norm_fwd does,
     ValueError for another norm, rounding or heads_dim, and TypeError for an eps or weight_offset that is no number.
     """
-    given = operands(
-        q, k, q_weight, k_weight, eps, q_bias=q_bias, k_bias=k_bias, norm=norm, rotary=rotary, rotary_dim=rotary_dim,
-        rotary_interleaved=rotary_interleaved, norm_first=norm_first, heads_dim=heads_dim, weight_offset=weight_offset,
-        rounding=rounding,
-    )  # fmt: skip
-    if not spans_heads(given.x.shape[-1:], given[3:7]):
+    parameters = q_weight, k_weight, q_bias, k_bias
+    settings = norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
+    given = _arguments(q, k, parameters, rotary, heads_dim, *settings)
+    if not spans_heads(q.shape[-1:], parameters):
         return _forward("qk_norm", given)
-    heads = heads_of(given)
+    heads = heads_of(_of(given))
     made = _of_rows(heads) if heads.are_rows else _forward("qk_norm", given)
     return made if heads_dim == -2 else tuple([each.transpose(-2, -3).contiguous() for each in made])
 
@@ -84,27 +82,31 @@ def operands(
 ) -> Operands:  # fmt: skip
     """The operands of qk_norm, for its arguments; for norms of all heads with these in the last dim but one. Raises its
     errors, but for those of the op."""
-    settings, eps = _settings(
-        "qk_norm", norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
-    )
+    parameters = q_weight, k_weight, q_bias, k_bias
+    settings = norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding
+    return _of(_arguments(q, k, parameters, rotary, heads_dim, *settings))
+
+
+def _arguments(q, k, parameters, rotary, heads_dim, *settings) -> tuple:
+    """The arguments of the op by position, those of lists one by one."""
+    settings = _settings("qk_norm", *settings)
     if heads_dim not in (-2, -3):
         raise ValueError(f"qk_norm: heads_dim must be -2 or -3, got {heads_dim!r}")
     if not isinstance(q, Tensor):
         require_strided("qk_norm", "q", q)  # raises
-    cos, sin = _tables("qk_norm", rotary, q.dim(), heads_dim)
-    given = _of(q, k, (q_weight, k_weight, q_bias, k_bias), cos, sin, eps, settings)
-    if heads_dim == -3 and spans_heads(given.x.shape[-1:], given[3:7]):
-        of_rows = {"x": q, "k": k, "cos": cos, "sin": sin}
+    tables = _tables("qk_norm", rotary, q.dim(), heads_dim)
+    if heads_dim == -3 and spans_heads(q.shape[-1:], parameters):
         for name, each in (("q", q), ("k", k)):
             if each.dim() < 3:
                 raise RuntimeError(f"qk_norm: {name} must have heads in dim -3, got shape {tuple(each.shape)}")
-        turned = {name: each.transpose(-2, -3) for name, each in of_rows.items() if each is not None and each.dim() > 2}
-        return given._replace(**turned)
-    return given
+        q, k, *tables = [
+            each.transpose(-2, -3) if each is not None and each.dim() > 2 else each for each in (q, k, *tables)
+        ]
+    return q, k, *parameters, *tables, *settings
 
 
-def _of(q, k, parameters, cos, sin, eps, settings: Settings) -> Operands:
-    return Forward("head", q, k, *parameters, cos, sin, eps, *settings)
+def _of(arguments: tuple) -> Operands:
+    return Forward("head", *arguments)
 
 
 def qk_norm_packed(
@@ -135,7 +137,7 @@ def qk_norm_packed(
     last ones, or 1 for each), and rotary_dim or half as many entries. Everything else is as for qk_norm.
     """
     op = "qk_norm_packed"
-    settings, eps = _settings(op, norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding)
+    settings = _settings(op, norm, eps, rotary_dim, rotary_interleaved, norm_first, weight_offset, rounding)
     packing, parameters = Packing(heads, kv_heads, grouped), (q_weight, k_weight, q_bias, k_bias)
     require_strided(op, "qkv", qkv)
     cols = packing.check(op, qkv)
@@ -144,16 +146,16 @@ def qk_norm_packed(
             raise RuntimeError(f"{op}: {name} must have shape {(cols,)}, got {tuple(each.shape)}")
     cos, sin = packed_tables(op, rotary, qkv.dim() + 1, grouped) if rotary is not None else (None, None)
     of_q, of_k, of_v = packing.counts
-    ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, eps, *settings)
+    ranges, arguments = (0, of_q, of_q, of_k, of_q + of_k, of_v), (qkv, qkv, *parameters, cos, sin, *settings)
     made = native.y_of_parts(FORWARD, packing.sizes(cols), ranges, packing, arguments)
     record = None if made is not None else recorder(PackedFunction, qkv, *parameters)
     if record is not None:
         if torch.compiler.is_compiling():  # Dynamo of torch 2.15 wants tensors of its own
             parameters = [each if each is None else each.view_as(each) for each in parameters]
-        made = record(tuple(packing), eps, tuple(settings), qkv, *parameters, cos, sin)
+        made = record(tuple(packing), settings, qkv, *parameters, cos, sin)
     elif made is None:
         *both, v = packing.split(qkv)
-        made = *_forward(op, _of(*both, parameters, cos, sin, eps, settings)), v
+        made = *_forward(op, (*both, *parameters, cos, sin, *settings)), v
     return tuple([each.flatten(-3, -2) for each in made]) if grouped else made
 
 
@@ -161,42 +163,40 @@ class PackedFunction(Function):
     """q, k and v of a packed tensor, whose gradient is written once."""
 
     @staticmethod
-    def forward(ctx, packing, eps, settings, qkv, q_weight, k_weight, q_bias, k_bias, cos, sin):
-        parameters = q_weight, k_weight, q_bias, k_bias
-        ctx.save_for_backward(qkv, *parameters, cos, sin)
-        ctx.packing, ctx.eps, ctx.settings = packing, eps, settings
+    def forward(ctx, packing, settings, qkv, *others):
+        ctx.save_for_backward(qkv, *others)
+        ctx.packing, ctx.settings = packing, settings
         *both, v = Packing(*packing).split(qkv)
-        ctx.info = autograd.info_for_backward(FORWARD, eps)
-        return *_forward("qk_norm_packed", _of(*both, parameters, cos, sin, eps, settings)), v
+        ctx.info = autograd.info_for_backward(FORWARD, settings[0])
+        return *_forward("qk_norm_packed", (*both, *others, *settings)), v
 
     @staticmethod
     def backward(ctx, *grads):
         qkv, *parameters, cos, sin = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:8]
+        wanted, (eps, *settings) = ctx.needs_input_grad[2:7], ctx.settings
         mask = tuple([want and of is not None for want, of in zip(wanted, (qkv, *parameters), strict=True)])
-        given = *grads, qkv, *parameters, cos, sin, ctx.eps, mask, *ctx.packing, *ctx.settings
-        return None, None, None, *autograd.gradients_of(ctx.info, PACKED, given), None, None
+        given = *grads, qkv, *parameters, cos, sin, eps, mask, *ctx.packing, *settings
+        return None, None, *autograd.gradients_of(ctx.info, PACKED, given), None, None
 
 
-def _forward(op: str, operands: Operands) -> tuple[Tensor, ...]:
-    made = native.y_of(FORWARD, operands[1:-1])
+def _forward(op: str, arguments: tuple) -> tuple[Tensor, ...]:
+    made = native.y_of(FORWARD, arguments)
     if made is not None:  # C++ has looked at the tensors
         return made
-    for name, each in zip(NAMES, operands[1:], strict=False):
+    for name, each in zip(NAMES, arguments, strict=False):
         if each is not None or name in "qk":
             require_strided(op, name, each)
-    return autograd.of_operands(operands)
+    return autograd.of_operands(_of(arguments))
 
 
-def _settings(
-    op, norm, eps, rotary_dim, interleaved, norm_first, weight_offset, rounding
-) -> tuple[Settings, float | None]:
+def _settings(op, norm, eps, rotary_dim, interleaved, norm_first, weight_offset, rounding) -> tuple:
+    """eps, and the values of Settings."""
     if norm not in NORMS or rounding not in ROUNDINGS:
         name, value, known = ("rounding", rounding, ROUNDINGS) if norm in NORMS else ("norm", norm, NORMS)
         raise ValueError(f"{op}: {name} must be one of {', '.join(known)}, got {value!r}")
     eps = NORMS[norm] if eps is None else _number(op, "eps", eps)
     weight_offset = _number(op, "weight_offset", weight_offset)
-    return Settings(norm == "layer", rotary_dim, interleaved, norm_first, weight_offset, ROUNDINGS[rounding]), eps
+    return eps, norm == "layer", rotary_dim, interleaved, norm_first, weight_offset, ROUNDINGS[rounding]
 
 
 def _number(op: str, name: str, value: Any) -> float:

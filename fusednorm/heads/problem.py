@@ -65,16 +65,24 @@ class Heads(NamedTuple):
         return of_cos if asked is None else asked
 
     def output_dtype(self, at: int) -> torch.dtype:
-        dtype = self.inputs[at].dtype
-        for each in (self.weights[at], self.biases[at]):
-            if self.settings.rounds_x_hat and each is not None:
-                dtype = torch.promote_types(dtype, each.dtype)
-        return dtype
+        return output_dtype(self.inputs[at], (self.weights[at], self.biases[at]), self.settings.rounds_x_hat)
+
+
+def output_dtype(x: Tensor, parameters: Sequence[Tensor | None], rounds_x_hat: bool) -> torch.dtype:
+    """The dtype of the norm of x."""
+    dtype = x.dtype
+    for each in parameters:
+        if rounds_x_hat and each is not None:
+            dtype = torch.promote_types(dtype, each.dtype)
+    return dtype
 
 
 def spans_heads(of_head: torch.Size, parameters: Sequence[Tensor | None]) -> bool:
     """Whether a parameter is for all heads of a token."""
-    return any([getattr(each, "shape", of_head) != of_head for each in parameters])
+    for each in parameters:
+        if each is not None and getattr(each, "shape", of_head) != of_head:
+            return True
+    return False
 
 
 def dim_of(role: Role, shape: Sequence[int], dim: int, ndim: int) -> int | None:
@@ -184,17 +192,18 @@ class Packing(NamedTuple):
     def check(self, op: str, packed: Tensor) -> int:
         """D. Raises RuntimeError unless the tensor has such heads, TypeError if their numbers are no integers, or
         grouped no bool."""
-        if not all(isinstance(each, (int, torch.SymInt)) for each in (self.heads, self.kv_heads)):
-            raise TypeError(f"{op}: heads and kv_heads must be integers, got {self.heads!r} and {self.kv_heads!r}")
-        if not isinstance(self.grouped, bool):
-            raise TypeError(f"{op}: grouped must be a bool, got {self.grouped!r}")
-        many = self.all_heads
-        if min(self.heads, self.kv_heads) < 1 or (self.grouped and self.heads % self.kv_heads):
+        heads, kv_heads, grouped = self
+        if not (isinstance(heads, (int, torch.SymInt)) and isinstance(kv_heads, (int, torch.SymInt))):
+            raise TypeError(f"{op}: heads and kv_heads must be integers, got {heads!r} and {kv_heads!r}")
+        if not isinstance(grouped, bool):
+            raise TypeError(f"{op}: grouped must be a bool, got {grouped!r}")
+        if heads < 1 or kv_heads < 1 or (grouped and heads % kv_heads):
             rule = "positive, and heads a multiple of kv_heads if grouped"
-            raise RuntimeError(f"{op}: heads and kv_heads must be {rule}, got {self.heads} and {self.kv_heads}")
-        if not packed.dim() or packed.shape[-1] % many:
+            raise RuntimeError(f"{op}: heads and kv_heads must be {rule}, got {heads} and {kv_heads}")
+        many, width = self.all_heads, packed.shape[-1] if packed.dim() else 1
+        if width % many:
             raise RuntimeError(f"{op}: qkv must end in a multiple of {many} columns, got {_shape(packed)}")
-        return packed.shape[-1] // many
+        return width // many
 
     @property
     def all_heads(self) -> int:

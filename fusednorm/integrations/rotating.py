@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .. import autograd
-from ..heads.functional import NAMES, operands, qk_norm
+from ..heads.functional import operands, qk_norm
 from ..heads.operands import Settings
 from ..heads.plan import has_kernels
-from ..heads.problem import Heads, heads_of
+from ..heads.problem import Heads, heads_of, output_dtype
 from ..heads.reference import rotated
 from ..host import gpus, torch_compat
 from ..host.kernel_devices import runs_kernels
@@ -292,18 +292,21 @@ def _leads_past(instruction: dis.Instruction, offset: int) -> bool:
 
 
 def _of_deferred(function: Callable, rotation: Rotation) -> Callable:
-    signature = inspect.Signature([*_parameters(function).values()])
+    names, signature = [*_parameters(function)][:4], inspect.Signature([*_parameters(function).values()])
 
     @functools.wraps(function)
     def rotate(*arguments, **named):
         if torch.compiler.is_compiling():
             return function(*arguments, **named)
-        given = signature.bind(*arguments, **named).arguments
-        both = tuple(given.values())[:2]
-        if not any(type(each) is Deferred for each in both):
-            both = _as_deferred(*both)
-        if all(type(each) is Deferred for each in both):
-            made = _by_qk_norm(*both, rotation, **dict(list(given.items())[2:]))
+        if len(arguments) == 4 and not named:  # as all models call it: to bind is slow
+            (q, k, cos, sin), others = arguments, {}
+        else:
+            others = signature.bind(*arguments, **named).arguments
+            q, k, cos, sin = [others.pop(name) for name in names]
+        if type(q) is not Deferred and type(k) is not Deferred:
+            q, k = _as_deferred(q, k)
+        if type(q) is Deferred and type(k) is Deferred:
+            made = _by_qk_norm(q, k, rotation, cos, sin, **others)
             if made is not None:
                 return made
         return function(*_pytree.tree_map(_made, arguments), **_pytree.tree_map(_made, named))
@@ -315,20 +318,30 @@ def _of_deferred(function: Callable, rotation: Rotation) -> Callable:
 def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others: Any) -> tuple[Tensor, Tensor] | None:
     """q and k, normalized and rotated; None unless qk_norm gives what the norms and the function give."""
     heads_dim = others.pop("unsqueeze_dim", rotation.unsqueeze_dim) or HEADS_FIRST
-    if heads_dim not in (HEADS_FIRST, HEADS_LAST) or any(each is not None for each in others.values()):
+    if heads_dim not in (HEADS_FIRST, HEADS_LAST) or any([each is not None for each in others.values()]):
         return None
     (_, _, q_weight, q_bias, *settings, q_dtype), (_, _, k_weight, k_bias, *of_k, k_dtype) = q.arguments, k.arguments
     if q.op != k.op or settings != of_k or q.swapped != k.swapped or q.is_made or k.is_made:
         return None
-    if {q.x.dim(), k.x.dim()} != {4} or bool(q.heads) != bool(k.heads):
+    x_of_q, x_of_k = q.x, k.x
+    if not x_of_q.dim() == x_of_k.dim() == 4 or bool(q.heads) != bool(k.heads):
         return None
-    if not all(type(each) is Tensor and each.dim() == 3 and not each.requires_grad for each in (cos, sin)):
-        return None
-    if not (rotation.partial or cos.shape[-1] == q.x.shape[-1]):
+    for table in (cos, sin):
+        if type(table) is not Tensor or table.dim() != 3 or table.requires_grad:
+            return None
+    if not (rotation.partial or cos.shape[-1] == x_of_q.shape[-1]):
         return None
     eps, weight_offset, rounds_x_hat = settings
+    tables = () if rotation.narrows else (cos.dtype, sin.dtype)
+    parameters = (q_weight, q_bias), (k_weight, k_bias)
+    for x, of_x, dtype in zip((x_of_q, x_of_k), parameters, (q_dtype, k_dtype), strict=True):  # of the norm's result
+        if {output_dtype(x, of_x, rounds_x_hat), functools.reduce(torch.promote_types, tables, dtype)} != {dtype}:
+            return None
     named = {
-        **dict(zip(NAMES[2:], (q_weight, k_weight, q_bias, k_bias), strict=True)),
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "q_bias": q_bias,
+        "k_bias": k_bias,
         "eps": eps,
         "norm": q.op.partition("_")[0],
         "rotary": (cos, sin),
@@ -337,14 +350,11 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
         "weight_offset": weight_offset,
         "rounding": "x_hat" if rounds_x_hat else "once",
     }
-    if q.heads and (named["heads_dim"] != -2 or q_weight is None or k_weight is None):
-        return None
-    heads = heads_of(operands(q.x, k.x, **named))
-    if q.heads and q.x.is_cuda and not has_kernels(heads, gpus.spec_of(q.x.device)):
-        return None
-    tables = () if rotation.narrows else (cos.dtype, sin.dtype)
-    for at, dtype in enumerate((q_dtype, k_dtype)):  # of the norm's result
-        if {heads.output_dtype(at), functools.reduce(torch.promote_types, tables, dtype)} != {dtype}:
+    if q.heads:
+        if named["heads_dim"] != -2 or q_weight is None or k_weight is None:
             return None
-    both = qk_norm(q.x, k.x, **named)
-    return tuple(each.transpose(1, 2) if q.swapped else each for each in both)
+        heads = heads_of(operands(x_of_q, x_of_k, **named))
+        if x_of_q.is_cuda and not has_kernels(heads, gpus.spec_of(x_of_q.device)):
+            return None
+    both = qk_norm(x_of_q, x_of_k, **named)
+    return tuple([each.transpose(1, 2) for each in both]) if q.swapped else both

@@ -6,6 +6,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/function.h>
@@ -74,6 +75,24 @@ struct Parts {
   explicit operator bool() const { return !ranges.empty(); }
 
   Outputs first_two(const Tensor& whole) const { return split(whole, 0, 4); }
+
+  // The same without autograd and the dispatcher, which take as long as the rest of a call.
+  Outputs first_two_plain(const Tensor& whole) const {
+    Shape shape(whole.sizes().begin(), whole.sizes().end() - 1), strides(whole.strides().begin(), whole.strides().end() - 1);
+    shape.append(sizes.begin(), sizes.end());
+    strides.resize(shape.size(), whole.strides().back());
+    for (size_t at = shape.size() - 1; at > static_cast<size_t>(whole.dim()) - 1; --at)
+      strides[at - 1] = strides[at] * shape[at];
+    size_t dim = shape.size() - (sizes.size() > 1 ? 2 : 1);
+    Outputs found;
+    for (size_t at = 0; at < 4; at += 2) {
+      shape[dim] = ranges[at + 1];
+      found.push_back(at::native::as_strided_tensorimpl(
+          whole, shape, strides, whole.storage_offset() + ranges[at] * strides[dim]));
+    }
+    return found;
+  }
+
   Outputs others(const Tensor& whole) const { return split(whole, 4, ranges.size()); }
 
   Outputs split(const Tensor& whole, size_t at, size_t end) const {
@@ -162,7 +181,9 @@ struct NormBackward : torch::autograd::Node {
     Outputs parts(2);
     Tensor of_others;
     if (info.parts) {
-      if (contains(backward.sources, saved.size())) parts = info.parts.first_two(saved[0]);
+      if (contains(backward.sources, saved.size()))
+        parts = at::GradMode::is_enabled() || !is_plain(saved[0]) ? info.parts.first_two(saved[0])
+                                                                  : info.parts.first_two_plain(saved[0]);
       for (const Tensor& each : parts) read.push_back(&each);
       of_others = info.parts.join(saved[0], c10::ArrayRef<Tensor>(grads).slice(count));
       grad_of.push_back(&of_others);
@@ -320,8 +341,7 @@ inline void record(const Given& given, const Outputs& outputs, bool statistics_i
 
 // The outputs of a forward whose first tensor is the whole.
 inline Outputs run_of_parts(Given given, const Parts& parts) {
-  at::AutoDispatchBelowADInplaceOrView below;
-  Outputs both = parts.first_two(given.x());
+  Outputs both = parts.first_two_plain(given.x());
   for (size_t i = 0; i < 2; ++i) given.tensors[i] = &both[i];
   return run(given, true);
 }
