@@ -40,12 +40,11 @@ class HeadCase:
     packed: bool = False  # what is compiled takes q and k from one tensor with v, and copies v's gradient
 
     def tensors(self, device: str = "cpu", seed: int = 0) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
         def make(*shape: int, dtype: torch.dtype | None) -> Tensor:
-            if device == "meta":
-                return torch.empty(shape, device=device, dtype=dtype or self.dtype)
-            return (torch.randn(shape, generator=generator, dtype=FP64) + 0.3).to(device, dtype or self.dtype)
+            drawn = torch.randn(shape, generator=generator, device=device, dtype=FP64)
+            return (drawn + 0.3).to(dtype or self.dtype)
 
         made = {}
         for name, heads in (("q", self.heads), ("k", self.kv_heads)):

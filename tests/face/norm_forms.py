@@ -89,14 +89,15 @@ def of_op(op: Op, given: dict[str, Any]) -> dict[str, Any]:
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
     """x, a residual or a gate if the form has one, weight and bias, and modulations: the scale has a row for each
     sample, the shift one for each token, and the gate one for all tokens if x has but one batch dim."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     modulations = {"scale": (*shape[:1], shape[-1]), "shift": shape, "gate": (*shape[:-2], 1, shape[-1])}
     names = [*rows_of(op), "weight", "bias", *modulations_of(op)]
     dtypes = dtypes or (FP64,) * len(names)
     made = {}
     for name, dtype in zip(names, (*dtypes, *[dtypes[-1]] * len(names)), strict=False):
         size = shape if name in rows_of(op) else modulations.get(name, shape[-1:])
-        made[name] = (torch.randn(size, generator=generator, dtype=FP64) + 0.5).to(device, dtype).requires_grad_()
+        drawn = torch.randn(size, generator=generator, device=device, dtype=FP64)
+        made[name] = (drawn + 0.5).to(dtype).requires_grad_()
     return made
 
 
