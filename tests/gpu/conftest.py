@@ -15,6 +15,10 @@ from compiling import ALL_OUTPUTS, compile_case, worker_processes
 from fusednorm.host import fallback, gpus
 
 LARGE_TEST_GIB = 20  # a backward of 4099x65536 with its float64 reference
+MOST_KEPT = 1 << 30  # bytes that a process may keep for its next test
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # else each process would start as many compilers as there are processors
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,7 +53,8 @@ def memory_is_shared():
         return
     wait_for_memory(LARGE_TEST_GIB)
     yield
-    torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

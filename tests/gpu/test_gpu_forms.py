@@ -103,9 +103,9 @@ def test_captured_calls_and_calls_beside_free_sms_give_the_same(op):
 
 
 @forms
-@pytest.mark.parametrize("enabled", [False, True])
-def test_compiled_code_computes_the_same_with_inductor_or_without(op, enabled):
+def test_compiled_code_computes_the_same_with_inductor_or_without(op):
     torch._dynamo.reset()
+    enabled = op.norm == "layer"  # each form has a LayerNorm and an RMSNorm
     given = leaves(op, BF16, shape=(512, 1024), device="cuda")
     want = run(op, given)
     wanted = gradients(want, given)

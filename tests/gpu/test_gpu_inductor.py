@@ -17,6 +17,7 @@ from aot_package import check_package
 from cases import BF16, FP32
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -331,7 +332,7 @@ def test_a_table_of_scales_has_its_gradient_and_a_norm_by_hand_our_op_in_every_m
     model = ByHand().to("cuda", BF16)
     x, dy = random_like_activations(1, 8192, WIDTH)
     compiled = torch.compile(model, fullgraph=True, mode=mode)
-    with fusednorm.enable_inductor(join=join):
+    with fusednorm.enable_inductor(join=join), config.patch(max_autotune_gemm_backends="ATEN"):  # no products to tune
         for _ in range(2):  # an earlier step's gradient may stand where nothing was written
             assert_as_exact_as_eager(model, gradients(model, compiled, x, dy), x, dy)
     forms = Counter()
@@ -447,9 +448,8 @@ JOINED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("model, shapes, join, ops", JOINED)
-def test_a_norm_and_what_surrounds_it_are_one_op(model, shapes, join, ops, mode):
+def test_a_norm_and_what_surrounds_it_are_one_op(model, shapes, join, ops):
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
 
@@ -460,13 +460,14 @@ def test_a_norm_and_what_surrounds_it_are_one_op(model, shapes, join, ops, mode)
         return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
     with fusednorm.enable_inductor(join=join):
-        compiled = torch.compile(model, fullgraph=True, mode=mode)
-        got, codes = run_and_get_code(lambda: results(compiled, leaves))
-        if mode == "reduce-overhead":
-            del got
-            for _ in range(3):  # the last one is a replay
-                got = results(compiled, leaves)
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        first, codes = run_and_get_code(lambda: results(compiled, leaves))
+        found = [[each.detach().clone() for each in first]]
+        del first
+        for _ in range(3):  # the last one is a replay
+            found.append([each.detach().clone() for each in results(compiled, leaves)])
     assert ops_in(codes) == dict.fromkeys(ops, 1)
     exact = results(model, [each.detach().double().requires_grad_() for each in leaves])
-    for ours, theirs, want in zip(got, results(model, leaves), exact, strict=True):
-        assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)
+    for got in (found[0], found[-1]):
+        for ours, theirs, want in zip(got, results(model, leaves), exact, strict=True):
+            assert relative_error(ours, want) <= 1.1 * relative_error(theirs, want)

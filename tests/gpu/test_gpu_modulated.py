@@ -89,10 +89,10 @@ def test_every_run_gives_the_same_bits(modulated, variant):
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
 @pytest.mark.parametrize("shape", [(4, 1152, 3072), (3, 1000, 1152), (16, 300, 1536), (1, 4097, 5120), (2, 33, 16384)])
 @pytest.mark.parametrize("form", ["modulated", "modulated_plus_residual", "of_gated_sum_modulated"])
-@pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_forwards_give_the_numbers_of_the_formula_in_float64(norm, modulation, form, shape, variant):
+def test_forwards_give_the_numbers_of_the_formula_in_float64(norm, form, shape, variant):
     samples, rows, cols = shape
+    modulation = BF16 if (norm == "layer") == (rows % 2 == 0) else FP32
     torch.manual_seed(rows)
     packed = torch.randn(samples, 6, cols, device="cuda").to(modulation)
     tensors = {"x": torch.randn(shape, device="cuda").to(BF16), "scale": packed[:, 1:2]}

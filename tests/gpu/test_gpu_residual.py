@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16, FP16, FP32, FP64
+from cases import BF16, FP16, FP32, FP64, NORMS
 
 import fusednorm
 from fusednorm.tools.oracle import Case, make_inputs
@@ -26,10 +26,15 @@ SHAPES = [
 DTYPES = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP32, BF16), (FP64, FP64)]  # of x, of the residual gradient
 
 
+CASES = [  # the norms in turn
+    (NORMS[(at + which) % 2], shape, dtypes)
+    for at, shape in enumerate(SHAPES)
+    for which, dtypes in enumerate(DTYPES)
+]
+
+
 @pytest.mark.parametrize("dx_dtype", [None, FP32, BF16], ids=str)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm, shape, dtypes", CASES, ids=str)
 def test_dx_is_rounded_once_after_the_residual_gradient_is_added(norm, shape, dtypes, dx_dtype):
     rows, cols, variant = shape
     x_dtype, residual_dtype = dtypes
