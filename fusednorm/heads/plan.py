@@ -87,7 +87,8 @@ def shaped(
     else:
         rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
     adjacent = 2 if _shares(problem) else 1
-    sixteen_bytes = num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
+    in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
+    sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
     copies = sixteen_bytes and _copies(problem) and 16 * threads * _slots(problem, num_chunks) < limits.static_bytes
     if ctas_per_sm is None:
         elements = max(1, rows * chunk * num_chunks // threads)

@@ -100,6 +100,10 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
         ({"norm_first": False, "norm": "layer"}, "narrow"),
         ({"dtype": FP32}, "narrow"),
         ({"table_dtype": FP32}, "narrow"),
+        ({"cols": 512, "rotary": 512}, "narrow_async"),
+        ({"cols": 1024, "rotary": 1024}, "narrow"),
+        ({"cols": 16, "rotary": 16}, "narrow_async"),
+        ({"cols": 8, "rotary": 8}, "narrow"),
     ],
 )
 def test_backwards_copy_to_shared_memory_what_has_16_bits_and_whole_rows(change, kernel):

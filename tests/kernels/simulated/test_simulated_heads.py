@@ -24,6 +24,7 @@ CASES = [
     HeadCase(cols=64, rotary=64, heads=6, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16, table_dims="BS"),
     HeadCase(cols=128, rotary=128, tokens=9, norm="layer", interleaved=True, dtype=BF16, table_dtype=BF16),
     HeadCase(cols=64, rotary=64, heads=5, kv_heads=1, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16),
+    HeadCase(cols=1024, heads=2, kv_heads=1, batch=1, tokens=9, dtype=BF16, norm="layer"),
 ]
 
 
