@@ -25,7 +25,7 @@ layer_norm_bwd_of_wide_sum, rms_norm_bwd_of_wide_sum
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
 layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
-    the same of x * act(gate), with act silu or sigmoid by `activation`
+    the same of x * act(gate), with the function that `activation` names
 layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
     the same of x, times act(gate); y has x's dtype. If rounds_x_hat, u is rounded, too, to the promoted dtype of x,
     weight and bias if that has 16 bits. Norms with a gate take groups: each of as many equal parts of adjacent columns

@@ -3,7 +3,7 @@
     y = norm(x) * act(gate)                     Qwen3-Next, Kimi-Linear
     y = norm(x * act(gate))                     Mamba2; also by groups of columns: a view before the norm and behind it
 
-act is silu or sigmoid. The norm is one by hand or torch's. Inductor makes the sums over rows in a kernel of their own,
+The norm is one by hand or torch's. Inductor makes the sums over rows in a kernel of their own,
 which computes the gate's activation again.
 """
 

@@ -122,7 +122,7 @@ def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> t
     wide = h if h.dtype == FP64 else h.float()
     if row_gate is not None:
         factor = torch.nn.functional.silu(row_gate if row_gate.dtype == FP64 else row_gate.float())
-        wide = wide * factor if op.form.combine else wide
+        wide = wide * factor if op.form.combine == "gate" else wide
     centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     if given["weight"] is not None:
