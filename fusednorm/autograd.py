@@ -327,20 +327,19 @@ def of_form_in_cpp(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
 
 
 def _of_form(operands: Operands) -> Tensor | tuple[Tensor, ...]:
-    if _is_for_onnx():
-        outputs = reference.formula(operands)
-    elif torch_compat.is_traced() or torch_compat.asks_function_modes() or (
+    if torch_compat.is_traced() or torch_compat.asks_function_modes() or (
         has_torch_function(operands.tensors) and torch_compat.asks_subclasses()
     ):
-        outputs = call_op(_overload(operands), operands)
+        op = _overload(operands)
     else:
         recorded = _is_recorded(*operands.tensors)
-        if operands.has_statistics:
-            operands = operands._replace(wants_statistics=recorded)
+        if operands.has_statistics and not recorded:
+            operands = operands._replace(wants_statistics=False)
         outputs = (_shown_forward if torch_compat.is_profiled() else _forward)(operands, recorded)
         if outputs is not None:
             return outputs
-        outputs = call_op(IMPLEMENTATIONS[operands.op], operands)
+        op = IMPLEMENTATIONS[operands.op]
+    outputs = reference.formula(operands) if _is_for_onnx() else call_op(op, operands)
     return _without_statistics(outputs) if operands.has_statistics else outputs
 
 

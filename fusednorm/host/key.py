@@ -151,11 +151,19 @@ def _statistic(tensor: Tensor, _: Operands) -> tuple:
 def _modulation(tensor: Tensor, operands: Operands) -> tuple:
     """Which batch dims of x it has whole, how many rows of x share one of its rows, and how its rows lie as one for
     each row of x."""
-    shape, ndim = operands.x.shape, len(operands.normalized_shape)
-    view = row_view(spread(tensor, len(shape), ndim).expand(shape), len(shape) - ndim)
-    if view is None:
+    found = _modulation_of(tensor.shape, tensor.stride(), operands.x.shape, len(operands.normalized_shape))
+    if found is None:
         raise NotPrepared
-    shared = sharing(tensor, shape[: len(shape) - ndim], ndim)
+    return found
+
+
+@functools.lru_cache
+def _modulation_of(shape: torch.Size, strides: tuple[int, ...], of_x: torch.Size, ndim: int) -> tuple | None:
+    tensor, batch_ndim = torch.empty_strided(shape, strides, device="meta"), len(of_x) - ndim
+    view = row_view(spread(tensor, len(of_x), ndim).expand(of_x), batch_ndim)
+    if view is None:
+        return None
+    shared = sharing(tensor, of_x[:batch_ndim], ndim)
     return shared.whole, shared.rows, view[1:]
 
 
