@@ -89,7 +89,8 @@ def shaped(
     adjacent = 2 if _shares(problem) else 1
     in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
     sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
-    copies = sixteen_bytes and _copies(problem) and 16 * threads * _slots(problem, num_chunks) < limits.static_bytes
+    shared = 16 * threads * _slots(problem, num_chunks) + 4 * num_warps * chunk * problem.num_sums
+    copies = sixteen_bytes and _copies(problem) and shared <= limits.static_bytes
     if ctas_per_sm is None:
         elements = max(1, rows * chunk * num_chunks // threads)
         registers = min(MAX_REGISTERS, _registers(problem, elements, copies, adjacent))

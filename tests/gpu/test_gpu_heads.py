@@ -27,6 +27,8 @@ SIZES = [
     HeadCase(cols=128, heads=5, kv_heads=3, tokens=70, rotary=128, table_dtype=FP16, half_table=True, heads_first=True),
     HeadCase(cols=256, heads=7, kv_heads=1, tokens=999, rotary=256, table_dtype=BF16, interleaved=True, norm="layer"),
     HeadCase(cols=512, heads=3, kv_heads=1, tokens=999, norm="layer"),
+    HeadCase(cols=512, heads=3, kv_heads=1, tokens=99, rotary=512, table_dtype=BF16, norm="layer"),
+    HeadCase(cols=1024, heads=3, kv_heads=1, tokens=99, norm="layer"),
 ]
 OF_PACKED = [
     replace(SIZES[0], dtype=BF16),

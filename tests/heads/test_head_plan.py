@@ -101,6 +101,8 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
         ({"dtype": FP32}, "narrow"),
         ({"table_dtype": FP32}, "narrow"),
         ({"cols": 512, "rotary": 512}, "narrow_async"),
+        ({"cols": 512, "rotary": 512, "norm": "layer"}, "narrow"),
+        ({"cols": 256, "rotary": 256, "norm": "layer"}, "narrow_async"),
         ({"cols": 1024, "rotary": 1024}, "narrow"),
         ({"cols": 16, "rotary": 16}, "narrow_async"),
         ({"cols": 8, "rotary": 8}, "narrow"),
