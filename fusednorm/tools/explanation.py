@@ -188,7 +188,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     chosen, unforced = choice.decide(problem, device, forced), choice.choose(problem, rows, device)
     plan, obeyed = choice.at(chosen.ranges, rows), chosen.source == "forced"
     reasons = {variant: _why_not(variant, plan, problem, rows, device) for variant in VARIANTS}
-    reasons[plan.variant] = f"chosen: {_why(chosen.source, problem, rows, device)}"
+    reasons[plan.variant] = f"chosen: {_why(chosen.source, rows, device)}"
     if forced:
         broken, other = reasons[forced], unforced.variant
         if not obeyed:
@@ -201,11 +201,11 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
                 slow = are_better_in_registers(problem, device)
                 fault = ", though threads load such rows sooner" if slow else ", though it might spill"
             reasons[forced] = f"forced{fault}; {other} would be chosen"
-            reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, problem, rows, device)}"
+            reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, rows, device)}"
     return Decision(plan, obeyed, reasons)
 
 
-def _why(source: str, problem: NormProblem, rows: int, device: DeviceSpec) -> str:
+def _why(source: str, rows: int, device: DeviceSpec) -> str:
     if source == "legality":
         return "no kernel of this package runs here"
     if rows > MAX_RING_ROWS:

@@ -32,7 +32,7 @@ from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import Plan, ReferencePlan
 from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
-from ..problem.outputs import settings_of
+from ..problem.outputs import settings_of, shape_of
 from ..problem.validation import FLOATS
 from ..settings.forcing import forced_variant
 
@@ -119,8 +119,8 @@ class Wanted(NamedTuple):
 
     def _tensor(self, role: Role, dtype: torch.dtype) -> Tensor:
         batch = (2, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
-        shapes = {Role.PARAMETER: (self.cols,), Role.MODULATION: (*batch[:-1], 1, self.cols)}
-        return torch.empty(shapes.get(role, (*batch, self.cols)), dtype=dtype, device="meta")
+        shape = shape_of(role, (*batch, self.cols), (self.cols,), whole=(True, False)[-len(batch) :])
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     @property
     def of_few_rows(self) -> Wanted:
