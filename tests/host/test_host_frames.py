@@ -20,7 +20,7 @@ from fusednorm.tools.oracle import make_inputs
 
 OPS = torch.ops.fusednorm
 MOST_OF_A_FIRST_CALL, MOST_OF_A_REPEATED_CALL = 275, 20
-MOST_OF_HEADS, MOST_OF_HEADS_AND_THEIR_GRADIENTS = 33, 62
+MOST_OF_HEADS, MOST_OF_HEADS_AND_THEIR_GRADIENTS, MOST_OF_A_MODULATED_NORM = 30, 58, 26
 PACKAGE = str(Path(fusednorm.__file__).parent)
 NOTHING = "".format  # takes any arguments, and has no frame
 
@@ -113,6 +113,13 @@ def test_a_first_call_is_short_once_its_plan_and_builds_are_known_and_a_repeated
     first, repeated = frames_of(run), frames_of(run)
     assert repeated <= MOST_OF_A_REPEATED_CALL, repeated
     assert 3 * repeated < first <= MOST_OF_A_FIRST_CALL, first
+
+
+def test_a_repeated_norm_that_is_modulated_is_short_and_looks_at_no_layout():
+    x, (scale, shift) = torch.randn(2, 32, 4096, dtype=BF16), torch.randn(2, 2, 1, 4096, dtype=BF16)
+    run = lambda: fusednorm.ada_rms_norm(x, scale, shift)  # noqa: E731
+    run()
+    assert frames_of(run) <= MOST_OF_A_MODULATED_NORM
 
 
 def test_a_repeated_norm_of_heads_is_short():
