@@ -42,7 +42,7 @@ def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:
 
 
 def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: DeviceSpec) -> int | None:
-    """Those of a backward. `limit` are those with which all CTAs of an SM are resident."""
+    """Those of a backward, which let all CTAs of an SM be resident."""
     limit = budget.register_limit(plan.ctas_per_sm * budget.WARP_SIZE * plan.num_warps, device)
     return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 

@@ -111,6 +111,7 @@ JOBS = [
     (90, make_gated("layer", 4096, direction="forward", after=False)),  # 128 registers, by a cap
     (80, make_gated("layer", 256, gate="fp32", after=False)),
     (120, make_gated("rms", 4096, after=False)),
+    (90, make_gated("layer", 12001)),  # column tiles of an odd number of columns
     (90, make_modulated("layer", 3072, modulation="fp32", direction="backward")),
     # 168 and 128 registers, by caps
     (90, make_modulated("layer", 1152, modulation="fp32", direction="backward")),
