@@ -30,7 +30,6 @@ import torch
 from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
-from ..host.program import Program
 from ..operands import DIRECTIONS, NORMS
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, of_frames
@@ -48,8 +47,8 @@ MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
 MOST_NARROW_ELEMENTS = 2**26  # of x with as many rows or more: 2^20 of 64 columns, as heads and groups of columns have
 
 MOST_CANDIDATES = 16  # that are timed of a problem: the first, in the order of variants in use and of their frames
-ROUNDS, WARMUP_CALLS = 7, 3
-SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven replays of one allocation find differences of 3% between plans of 6 us
+ROUNDS = 7
+SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven rounds of one allocation find differences of 3% between plans of 6 us
 FLUSH_BYTES = 256 << 20  # above any L2 so far
 STEPS = 4  # row counts that are looked at from one that was measured to the next
 
@@ -186,7 +185,7 @@ def _built(wanted: dict[Task, tuple[Plan, ...]], device: DeviceSpec) -> Iterator
 
 
 def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec) -> dict[str, float]:
-    """The median time of each plan that runs, in us: replays of CUDA graphs in turn, L2 flushed before each."""
+    """The median time of each plan that runs, in us."""
     shape = torch.Size((rows, task.cols))
 
     def drawn(like: torch.Tensor) -> torch.Tensor:
@@ -196,59 +195,48 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
         return torch.rand(shape[of_all_rows:], device="cuda").to(like.dtype).expand(shape)
 
     tensors = [each if each is None else drawn(each) for each in task.wanted.call().tensors]
-    flush, total = torch.zeros(FLUSH_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
-    graphs = _captured(task, rows, plans, device, tensors)
-    times: dict[str, list[float]] = {text: [] for text in graphs}
-
-    def replay(first: int) -> None:
-        for text in (*itertools.islice(graphs, first, None), *itertools.islice(graphs, first)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.sum(flush, dim=0, out=total)  # leaves L2 with clean lines; dirty ones would cost time to write back
-            start.record()
-            graphs[text].replay()
-            end.record()
-            end.synchronize()
-            times[text].append(1e3 * start.elapsed_time(end))
-
-    replay(0)
-    is_short = any(first < SHORT_US for first, in times.values())
-    for turn in range(ROUNDS_IF_SHORT if is_short else ROUNDS):
-        replay((turn + 1) % max(1, len(graphs)))
-    return {text: round(statistics.median(each[1:]), 2) for text, each in times.items()}
+    flushed, total = torch.zeros(FLUSH_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
+    # Leaves L2 with clean lines; dirty ones would cost time to write back.
+    return _in_turn(_loaded(task, rows, plans, device, tensors), lambda: torch.sum(flushed, dim=0, out=total))
 
 
-def _captured(
+def _loaded(
     task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec, tensors: Sequence[torch.Tensor | None]
-) -> dict[str, torch.cuda.CUDAGraph]:
-    """The plans that run. The outputs of all lie in the same memory, because where they lie is worth up to 5%: each
-    capture takes its own from one pool, and gives them back to it. The pool is the graphs', so that none of them writes
-    to memory that is no longer there."""
-    graphs, shape, pool = {}, torch.Size((rows, task.cols)), torch.cuda.graph_pool_handle()
-    for plan in plans:
-        try:
-            planned = program(task.wanted, plan, device)
-            graphs[text_of(plan)] = capture(functools.partial(_launch, planned, tensors, shape, rows), pool)
-        except (BuildFailed, RuntimeError):
-            torch.cuda.synchronize()
-    return graphs
-
-
-def _launch(planned: Program, *on: Any) -> None:
+) -> dict[str, Callable[[], Any]]:
+    """A call of each plan that runs. It keeps no outputs, so that those of all plans lie in the same memory: where they
+    lie is worth up to 5%."""
     from ..host import launcher
 
-    launcher.hand_over(planned.on_tensors(*on).launches)
+    calls, addresses = {}, [0 if each is None else each.data_ptr() for each in tensors]
+    for plan in plans:
+        with contextlib.suppress(BuildFailed, RuntimeError):
+            _, bound = launcher.run(program(task.wanted, plan, device), tensors, (rows, task.cols), rows)
+            if bound and bound.launch(addresses):  # else Triton itself must launch it, which takes longer than a flush
+                calls[text_of(plan)] = functools.partial(bound.launch, addresses)
+    return calls
 
 
-def capture(call: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARMUP_CALLS):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph, pool=pool):
-        call()
-    return graph
+def _in_turn(calls: dict[str, Callable[[], Any]], flush: Callable[[], Any]) -> dict[str, float]:
+    """Median times of calls in turn, L2 flushed before each. While it is, the host enqueues the call."""
+    times: dict[str, list[float]] = {text: [] for text in calls}
+
+    def turn(first: int) -> None:
+        events = {}
+        for text in (*itertools.islice(calls, first, None), *itertools.islice(calls, first)):
+            start, end = events[text] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            flush()
+            start.record()
+            calls[text]()
+            end.record()
+        torch.cuda.synchronize()
+        for text, (start, end) in events.items():
+            times[text].append(1e3 * start.elapsed_time(end))
+
+    turn(0)
+    is_short = any(first < SHORT_US for first, in times.values())
+    for each in range(ROUNDS_IF_SHORT if is_short else ROUNDS):
+        turn((each + 1) % max(1, len(calls)))
+    return {text: round(statistics.median(each[1:]), 2) for text, each in times.items()}
 
 
 # --- From times to a table ---

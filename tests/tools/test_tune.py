@@ -15,7 +15,7 @@ import torch
 from planning import make_problem
 
 from fusednorm.host import launcher
-from fusednorm.host.program import Program
+from fusednorm.host.fallback import BuildFailed
 from fusednorm.planner import table
 from fusednorm.planner.device import H200
 from fusednorm.planner.model import Coefficients, predict_us
@@ -166,34 +166,61 @@ def test_a_cell_is_timed_once_the_process_of_its_task_has_built_it_and_none_buil
     assert left == [], "plans that were refused are not tried again"
 
 
-def test_each_plan_is_captured_with_outputs_of_its_own_from_one_pool_that_the_graphs_keep(monkeypatch):
-    made, pools, on_tensors = [], [], Program.on_tensors
+class Loaded:
+    """A loaded program, whose launches make outputs."""
 
-    def watched(*arguments):
-        assert not any(ref() is not None for ref in made), "no plan's outputs are there when others' are made"
-        bound = on_tensors(*arguments)
-        made.extend(weakref.ref(each) for each in bound.outputs if each is not None)
-        return bound
+    made: list[weakref.ref] = []
 
-    class Graph(contextlib.nullcontext):
-        def __init__(self, graph, pool):
-            super().__init__()
-            pools.append((pool, len(made)))
+    def launch(self, addresses: list[int]) -> tuple[torch.Tensor, ...]:
+        assert not any(ref() is not None for ref in self.made), "no plan's outputs are there when others' are made"
+        outputs = (torch.empty(4),)
+        self.made.extend(map(weakref.ref, outputs))
+        return outputs
 
-        def __exit__(self, kind, *_):
-            assert kind or len(made) > pools[-1][1], "what a graph writes to must be allocated in its capture"
 
-    for name in ("Stream", "CUDAGraph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, mock.MagicMock)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
-    monkeypatch.setattr(launcher, "hand_over", lambda launches: None)
-    monkeypatch.setattr(Program, "on_tensors", watched)
-    task = TASK._replace(direction="backward")
-    tensors, plans = task.wanted.call().tensors, tune.plans_of(task.wanted.problem, H200)
-    assert len(tune._captured(task, warm.FEW_ROWS, plans, H200, tensors)) == len(plans) == len(pools)
-    assert {pool for pool, _ in pools} == {"a pool"}
+def test_plans_that_run_are_timed_and_none_keeps_its_outputs(monkeypatch):
+    by_triton, broken, *others = PLANS
+
+    def run(planned, tensors, shape, rows):
+        if planned is broken:
+            raise BuildFailed("no")
+        return None, None if planned is by_triton else Loaded()
+
+    monkeypatch.setattr(launcher, "run", run)
+    monkeypatch.setattr(tune, "program", lambda wanted, plan, device: plan)
+    tensors = [torch.empty(4, 4096), None]
+    calls = tune._loaded(TASK, 4, PLANS, H200, tensors)
+    assert list(calls) == [text_of(plan) for plan in others]
+    assert all(call() for call in calls.values()) and len(Loaded.made) == 2 * len(others)
+
+
+class Clock:
+    """In place of torch.cuda: only calls take time, each the longer the more often it was made."""
+
+    def __init__(self):
+        self.us, self.said = 0.0, []
+
+    def call(self, name: str, *took_us: float):
+        each = iter(took_us)
+        return lambda: self.said.append(name) or setattr(self, "us", self.us + next(each, took_us[-1]))
+
+    def event(self, enable_timing: bool):
+        event = mock.MagicMock()
+        event.record = lambda: setattr(event, "at", self.us)
+        event.elapsed_time = lambda end: 1e-3 * (end.at - event.at)
+        return event
+
+
+@pytest.mark.parametrize(("us", "rounds"), [(5.0, tune.ROUNDS_IF_SHORT), (500.0, tune.ROUNDS)])
+def test_calls_take_turns_behind_a_flush_and_their_first_time_does_not_count(monkeypatch, us, rounds):
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = {"a": clock.call("a", 9 * us, us), "b": clock.call("b", us, 2 * us)}
+    assert tune._in_turn(calls, clock.call("flush", 70.0)) == {"a": us, "b": 2 * us}
+    names = [name for name in clock.said if name != "flush"]
+    assert clock.said[::2] == ["flush"] * 2 * (1 + rounds) and "".join(names[:6]) == "abbaab"
+    assert tune._in_turn({}, None) == {}
 
 
 def test_a_process_says_each_task_that_it_has_built_and_goes_on_after_a_kernel_that_does_not_compile(monkeypatch):
