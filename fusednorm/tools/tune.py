@@ -148,21 +148,23 @@ def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
 def measure(
     tasks: Iterable[Task], known: dict[tuple[Task, int], Cell], device: DeviceSpec, ends: Callable[[], bool]
 ) -> Iterator[Cell]:
-    """Cells that are not known, or not with all plans, until `ends` says so."""
+    """Cells that are not known, or not with all plans, until `ends` says so. The planner's own plan comes first."""
     wanted = {task: plans_of(task.wanted.problem, device) for task in dict.fromkeys(tasks)}
-    cells = [
-        (task, rows)
+    cells = {
+        (task, rows): choice.choose(task.wanted.problem, rows, device)
         for task, plans in wanted.items()
         for rows in row_counts(task, device)
         if (task, rows) not in known or not {*map(text_of, plans)} <= known[task, rows].tried
-    ]
-    ahead, built = _built({task: wanted[task] for task, _ in cells}, device), None
-    for task, rows in console.progress(cells, "timed", "bench"):
+    }
+    to_build: dict[Task, dict[Plan, None]] = {}
+    for (task, _), own in cells.items():
+        to_build.setdefault(task, dict.fromkeys(wanted[task]))[own] = None
+    ahead, built = _built({task: tuple(plans) for task, plans in to_build.items()}, device), None
+    for (task, rows), own in console.progress(cells.items(), "timed", "bench"):
         if ends():
             return
         if task != built:
             built = next(ahead)
-        own = choice.choose(task.wanted.problem, rows, device)
         plans = dict.fromkeys((own, *wanted[task]))
         times = time_plans(task, rows, plans, device)
         yield Cell(task, rows, times, text_of(own), tuple(text for text in map(text_of, plans) if text not in times))

@@ -166,6 +166,17 @@ def test_a_cell_is_timed_once_the_process_of_its_task_has_built_it_and_none_buil
     assert left == [], "plans that were refused are not tried again"
 
 
+def test_the_planners_own_plan_is_built_ahead_even_if_it_is_no_candidate(monkeypatch):
+    jobs: list[tuple] = []
+    own = tune.plans_of(TASK._replace(direction="backward").wanted.problem, H200)[0]
+    started = lambda _, given, *__, **streams: jobs.extend(given) or Builder(given, [])  # noqa: E731
+    monkeypatch.setattr(tune, "start_process", started)
+    monkeypatch.setattr(tune, "time_plans", lambda task, rows, plans, device: {})
+    monkeypatch.setattr(tune.choice, "choose", lambda *_: own)
+    assert own not in PLANS and len(list(tune.measure([TASK], {}, H200, lambda: False))) > 1
+    assert jobs == [(TASK.wanted, (*PLANS, own))]
+
+
 class Loaded:
     """A loaded program, whose launches make outputs."""
 
