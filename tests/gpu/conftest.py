@@ -1,5 +1,5 @@
 """Before the first GPU test, the kernels of all collected cases are compiled in parallel, because one process would
-take minutes."""
+take minutes. Where xdist runs several processes, each compiles what it runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fusednorm.host import fallback, gpus
 
 LARGE_TEST_GIB = 20  # a backward of 4099x65536 with its float64 reference
 MOST_KEPT = 1 << 30  # bytes that a process may keep for its next test
+IN_COMPANY = "PYTEST_XDIST_WORKER" in os.environ  # of xdist's other processes
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # else each process would start as many compilers as there are processors
+if IN_COMPANY:  # else each process would start as many compilers as there are processors
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_in_parallel(request):
     """Fills Triton's on-disk cache for all tests with a parameter `case` (and perhaps `mask`, `layout`, `variant`), by
-    worker processes. Where xdist runs several processes already, each of them compiles its share."""
-    if not torch.cuda.is_available():
+    worker processes."""
+    if IN_COMPANY or not torch.cuda.is_available():
         return
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     jobs = dict.fromkeys(
@@ -33,11 +34,8 @@ def kernels_are_compiled_in_parallel(request):
         for p in parameters
         if hasattr(p.get("case"), "normalized_shape")  # else a case of another kind, which its own tests compile
     )
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    jobs = list(jobs)[number::processes]
     device = gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
-    with worker_processes(1 if processes > 1 else None) as pool:
+    with worker_processes() as pool:
         futures = [pool.submit(compile_case, case, device, *how) for case, *how in jobs]
         wait(futures)
     failures = [future.exception() for future in futures if future.exception()]
@@ -48,7 +46,7 @@ def kernels_are_compiled_in_parallel(request):
 @pytest.fixture(autouse=True)
 def memory_is_shared():
     """Where xdist runs several processes, a test waits for the memory that most need, and gives back what it used."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_available():
+    if not (IN_COMPANY and torch.cuda.is_available()):
         yield
         return
     wait_for_memory(LARGE_TEST_GIB)

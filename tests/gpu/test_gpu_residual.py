@@ -26,15 +26,15 @@ SHAPES = [
 DTYPES = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP32, BF16), (FP64, FP64)]  # of x, of the residual gradient
 
 
-CASES = [  # the norms in turn
-    (NORMS[(at + which) % 2], shape, dtypes)
+CASES = [  # the norms in turn; dx has x's dtype by default
+    (NORMS[(at + which) % 2], shape, dtypes, dx_dtype)
     for at, shape in enumerate(SHAPES)
     for which, dtypes in enumerate(DTYPES)
+    for dx_dtype in (None, BF16 if dtypes[0] == FP32 else FP32)
 ]
 
 
-@pytest.mark.parametrize("dx_dtype", [None, FP32, BF16], ids=str)
-@pytest.mark.parametrize("norm, shape, dtypes", CASES, ids=str)
+@pytest.mark.parametrize("norm, shape, dtypes, dx_dtype", CASES, ids=str)
 def test_dx_is_rounded_once_after_the_residual_gradient_is_added(norm, shape, dtypes, dx_dtype):
     rows, cols, variant = shape
     x_dtype, residual_dtype = dtypes
