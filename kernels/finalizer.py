@@ -19,13 +19,15 @@ def sum_partials(
     row = tl.arange(0, tile.rows)[:, None]
     col = first_col + tl.arange(0, tile.cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
+    here = partial_ptr + (row.to(tl.int64) * cols + col)
+    step = cols.to(tl.int64) * tile.rows
     total = (row * 0 + col * 0).to(partial_ptr.dtype.element_ty)
     for start in range(0, num_partials, tile.rows * tile.num_loads):
         loads = ()
         for i in tl.static_range(tile.loads):
-            partial = start + i * tile.rows + row
-            here = partial_ptr + partial.to(tl.int64) * cols + col
-            loads = loads + (tl.load(here, mask=(partial < num_partials) & in_range, other=0.0),)
+            is_there = row < num_partials - (start + i * tile.rows)
+            loads = loads + (tl.load(here, mask=is_there & in_range, other=0.0),)
+            here += step
         some = loads[0]  # added up before they join the total, so that no sum has too many terms
         for i in tl.static_range(1, tile.loads):
             some += loads[i]
@@ -102,12 +104,22 @@ def add_blocks(sum_ptrs, out_ptrs, num_blocks, cols, stride, tile: tl.constexpr)
 
 
 @triton.jit
+def chosen(choices, nth):
+    """The nth of a tuple."""
+    found = choices[0]
+    for i in tl.static_range(1, len(choices)):
+        found = tl.where(nth == i, choices[i], found)
+    return found
+
+
+@triton.jit
 def finalize_several(partial_ptrs, out_ptrs, counts, cols, tile: tl.constexpr):
     """`finalize` of any number of sums, each with its own number of partials, which comes as loads.number takes it. CTA
     (p, s) sums piece p of the s-th."""
     if tile.dependent:
         wait_for_prerequisites()
     first_col = tl.program_id(0).to(tl.int64) * tile.cols
-    for s in tl.static_range(len(counts)):
-        if tl.program_id(1) == s:
-            sum_partials(partial_ptrs[s], out_ptrs[s], first_col, number(counts[s]), cols, None, None, None, tile)
+    nth = tl.program_id(1)
+    partials = chosen(partial_ptrs, nth)
+    count = number(chosen(counts, nth))
+    sum_partials(partials, chosen(out_ptrs, nth), first_col, count, cols, None, None, None, tile)

@@ -34,6 +34,36 @@ def rows_layout(tile, adjacent):
     return gl.SliceLayout(1, layout_of(tile, adjacent))
 
 
+@gluon.constexpr_function
+def num_folds(tile):
+    """How often `fold` halves what a thread has of a chunk: until its warp has the rows of a column in one thread, or
+    the thread one column."""
+    return min(3, 5 - (tile.chunk // VECTOR.value).bit_length() + 1)
+
+
+@gluon.constexpr_function
+def folded_layout(tile, folds, apart=False):
+    """The layout of a chunk that was folded so often, [rows, chunk]; if apart, of its pairs of rows before they
+    are added up, [rows, 2, chunk]."""
+    columns = [[0] * (1 + apart) + [1 << bit] for bit in range(tile.chunk.bit_length() - 1)]
+    rows = [[1 << bit] + [0] * (1 + apart) for bit in range((tile.rows >> folds).bit_length() - 1)]
+    lanes = columns[3:] + columns[3 - folds : 3][::-1] + rows
+    pair = [[0, 1, 0]] * apart
+    shape = [tile.rows >> folds, *[2] * apart, tile.chunk]
+    return gl.DistributedLinearLayout(pair + columns[: 3 - folds], lanes[:5], lanes[5:], [], shape)
+
+
+@gluon.jit
+def fold(x, tile: gl.constexpr):
+    """The rows of a chunk that a warp has, added up: each thread gives half of its columns away, and adds to the others
+    what it gets for these."""
+    x = gl.convert_layout(x, folded_layout(tile, 0), assert_trivial=True)
+    for n in gl.static_range(1, num_folds(tile) + 1):
+        pairs = gl.convert_layout(x.reshape([tile.rows >> n, 2, tile.chunk]), folded_layout(tile, n, True))
+        x = gl.convert_layout(gl.sum(pairs, axis=1), folded_layout(tile, n), assert_trivial=True)
+    return x
+
+
 @gluon.jit
 def columns(c: gl.constexpr, tile: gl.constexpr):
     """The columns [1, tile.chunk] of chunk c."""
@@ -271,13 +301,13 @@ def backward(
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         ptx.launch_dependents()
     for c in gl.static_range(tile.chunks):
-        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, layout))
+        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, folded_layout(tile, num_folds(tile))))
         here = part.cta.to(gl.int64) * cols + column
         if norm.wants_dw and norm.wants_db:  # in one reduction, for half of the barriers
-            of_dw, of_db = gl.reduce((dw[c], db[c]), 0, plus_two)
+            of_dw, of_db = gl.reduce((fold(dw[c], tile), fold(db[c], tile)), 0, plus_two)
             gl.store(pick(dw_ptrs, part, 0, tile) + here, of_dw)
             gl.store(pick(db_ptrs, part, 0, tile) + here, of_db)
         elif norm.wants_dw:
-            gl.store(pick(dw_ptrs, part, 0, tile) + here, gl.sum(dw[c], axis=0))
+            gl.store(pick(dw_ptrs, part, 0, tile) + here, gl.sum(fold(dw[c], tile), axis=0))
         elif norm.wants_db:
-            gl.store(pick(db_ptrs, part, 0, tile) + here, gl.sum(db[c], axis=0))
+            gl.store(pick(db_ptrs, part, 0, tile) + here, gl.sum(fold(db[c], tile), axis=0))

@@ -137,9 +137,10 @@ def launches_of(
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]
         last = partials_tile(problem.columns, acc_dtype.itemsize, dependent and 0 in of_it)
         picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
-        pdl = {"launch_pdl": True} if last.dependent else {}
         grid = triton.cdiv(problem.columns, last.cols), len(of_it)
-        launches.append(Launch(finalizer.finalize_several, grid, (*picked, problem.columns), None, last, pdl))
+        # By itself the compiler would take few registers, and wait for some loads before it begins others.
+        options = {"maxnreg": limits.partial_registers} | ({"launch_pdl": True} if last.dependent else {})
+        launches.append(Launch(finalizer.finalize_several, grid, (*picked, problem.columns), None, last, options))
     return launches, parts
 
 
