@@ -20,7 +20,7 @@ def sum_partials(
     col = first_col + tl.arange(0, tile.cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
     here = partial_ptr + (row.to(tl.int64) * cols + col)
-    step = cols.to(tl.int64) * tile.rows
+    step = tl.full([], tile.rows, tl.int64) * cols
     total = (row * 0 + col * 0).to(partial_ptr.dtype.element_ty)
     for start in range(0, num_partials, tile.rows * tile.num_loads):
         loads = ()
