@@ -215,7 +215,7 @@ def register(op: Op) -> None:
     """Define an op, below autograd."""
     name = op.name
     KERNELS[name] = as_op(name, run)
-    keys = ("CPU",) if native.extension and native.takes(op) else ("CPU", "CUDA")
+    keys = ("CPU",) if native.extension else ("CPU", "CUDA")
     elsewhere = as_op(name, run if op.of_lists else _refuse)  # an empty list has no device
     define(schema_of(op), as_op(name, fake), (KERNELS[name], keys), (elsewhere, ELSEWHERE))
 

@@ -34,7 +34,7 @@ class Parts(NamedTuple):
     slots: tuple[Slot, ...]  # of the tensors
     shaped: tuple[int, ...]  # tensors whose shapes are parts of the key
     constants: tuple[int, ...]
-    spread: tuple[tuple[int, Callable], ...]  # modulations and tables, and what makes parts of them
+    spread: tuple[tuple[int, Callable], ...]  # modulations, and what makes parts of them
     fits: tuple[tuple[int, Role], ...]  # tensors of as many rows as x
 
 
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 def parts_of(operands_type: Any) -> Parts:
     slots = list(enumerate(operands_type.slots, 1))
     tensors = [(at, slot) for at, slot in slots if slot.role.is_tensor]
-    shaped = Role.PARAMETER, Role.STRIDED, Role.CONSTANT
+    shaped = Role.PARAMETER, Role.STRIDED, Role.CONSTANT, Role.TABLE
     fixed = *shaped, *SPREAD  # the key says whether they fit
     plain = Role.DTYPE, Role.FORM, Role.FLAG, Role.INTEGER, Role.BOOL
     rows = [(at, slot) for at, slot in tensors if slot.role not in fixed and slot.name != "x"]
@@ -167,20 +167,12 @@ def _modulation_of(shape: torch.Size, strides: tuple[int, ...], of_x: torch.Size
     return shared.whole, shared.rows, view[1:]
 
 
-def _table(tensor: Tensor, operands: Operands) -> tuple:
-    shape = operands.x.shape
-    view = row_view(tensor, 1) if tensor.shape[1:] == shape[len(shape) - len(operands.normalized_shape) :] else None
-    if view is None:
-        raise NotPrepared
-    return len(tensor), *view[1:]
-
-
 def _copied(tensor: Tensor, _: Operands) -> tuple:
     raise NotPrepared
 
 
 # What is read for each row of x, and has another shape: how it lies in memory.
-SPREAD = {Role.MODULATION: _modulation, Role.TABLE: _table}
+SPREAD = {Role.MODULATION: _modulation}
 # How tensors that are not contiguous lie in memory.
 LAYOUTS = {
     Role.ROWS: _rows,
@@ -190,7 +182,6 @@ LAYOUTS = {
     **dict.fromkeys(SPREAD, lambda *_: None),  # which says it
     Role.COLUMNS: _copied,
     Role.INDEX: _copied,
-    Role.STRIDED: lambda tensor, _: tensor.stride(),
-    Role.CONSTANT: lambda tensor, _: tensor.stride(),
+    **dict.fromkeys((Role.STRIDED, Role.CONSTANT, Role.TABLE), lambda tensor, _: tensor.stride()),
 }
 SETTINGS = {Role.EPS: _eps, Role.MASK: tuple, Role.COUNT: _count}

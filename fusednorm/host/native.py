@@ -75,14 +75,9 @@ def install(
     forcing.observe(extension.pause)  # under `force`, calls run in Python
     margin.sm_margin.observe(lambda n: extension.set_sm_margin(n or 0))
     _installers.append(install_op)
-    for op in [each.op for each in TRANSLATIONS.values() if takes(each.op)]:
+    for op in [each.op for each in TRANSLATIONS.values()]:
         _describe(op)
         install_op(op)
-
-
-def takes(op: Op) -> bool:
-    """Whether C++ runs calls of an op. It knows no index."""
-    return not op.slot("row_index")
 
 
 def add(op: Op) -> None:

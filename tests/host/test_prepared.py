@@ -614,6 +614,9 @@ def test_a_norm_with_tables_runs_for_other_rows(table, launched, monkeypatch):
         {"scale": scale[None]},
     ):
         assert found(other._replace(**changes)) is None, changes
+    without_adjacent_columns = other._replace(scale=scale.t().contiguous().t())
+    first(without_adjacent_columns)
+    assert found(without_adjacent_columns) is None
 
 
 def test_an_index_that_is_no_tensor_of_the_rows_gets_one_sentence():

@@ -129,6 +129,14 @@ class Call {
         if (may_run && !as_it_is) copy(tensor, address);
         key.push_back(tensor.dim() ? tensor.sizes().back() : 0);
         break;
+      case Role::INDEX:
+        may_run = may_run && tensor.sizes() == binding.x_shape.slice(0, x_dim - binding.normalized_shape.size());
+        if (may_run && !as_it_is) copy(tensor, address);
+        break;
+      case Role::TABLE:
+        if (may_run && invariant && !as_it_is) copy(tensor, address);
+        may_run = may_run && add_table(as_it_is || !invariant ? tensor : copies.back().second);
+        break;
       case Role::STRIDED:
       case Role::CONSTANT:
         key.push_back(tensor.dim() << 1 | (slot.role == Role::CONSTANT && tensor.requires_grad()));
@@ -172,6 +180,14 @@ class Call {
     key.push_back(lead << 32 | whole);
     key.push_back(sharing);
     return add_layout(binding.x_shape, strides, batch_ndim, /*nested=*/true);
+  }
+
+  // Adds to the key how many rows a table has, and how they lie. False if it has another shape, or its rows would have
+  // to be copied.
+  bool add_table(const Tensor& tensor) {
+    if (!tensor.dim() || tensor.sizes().slice(1) != binding.normalized_shape) return false;
+    key.push_back(tensor.size(0));
+    return add_layout(tensor, 1, /*nested=*/false);
   }
 
   static int64_t part_of_key(const Tensor& tensor, bool contiguous, uint64_t address) {

@@ -27,7 +27,7 @@ constexpr size_t MAX_PARAMETER_BYTES = 4096;  // what every release of CUDA take
 constexpr size_t MAX_PARAMETERS = 96;
 constexpr size_t MAP_ALIGNMENT = 64;
 constexpr size_t MOST_ADDRESSES = 64;  // of a call's tensors, its outputs and the parts of its workspace
-constexpr size_t MOST_PARTS = 12;      // of the workspace
+constexpr size_t MOST_PARTS = 17;      // of the workspace
 
 using Outputs = c10::SmallVector<Tensor, 4>;  // of a program; undefined for an unwanted one
 using Shape = c10::SmallVector<int64_t, 6>;
@@ -38,7 +38,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // shape and strides, which are in the key of a call; a CONSTANT is one without a gradient.
 #define ROLES(name)                                                                                             \
   name(PARAMETER) name(ROWS) name(STATISTIC) name(PACKED_ROWS) name(MODULATION) name(COLUMNS) name(STRIDED)     \
-  name(CONSTANT) name(SHAPE) name(NUMBER) name(DTYPE) name(MASK) name(FLAG) name(NAME) name(GROUPS) name(INTEGER)
+  name(CONSTANT) name(INDEX) name(TABLE) name(SHAPE) name(NUMBER) name(DTYPE) name(MASK) name(FLAG) name(NAME)  \
+  name(GROUPS) name(INTEGER)
 #define NUMBERS(name) name(ROWS) name(CTAS) name(PARTIALS) name(SAMPLES)  // that differ from call to call
 #define ENUMERATOR(name) name,
 enum class Role { ROLES(ENUMERATOR) };

@@ -44,7 +44,7 @@ CUDA_HEADER = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
 MAP_DTYPES = {6: FP16, 7: FP32, 8: FP64, 9: BF16}  # by CUtensorMapDataType
 
 
-POINTED_TO = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64, "i32": torch.int32}
+POINTED_TO = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64, "i32": torch.int32, "i64": torch.int64}
 
 
 DRIVER = r"""
@@ -196,6 +196,7 @@ class Build(launcher.Build):
         self.groups = launch.tile.groups if isinstance(launch.tile, Tile) else 1
         self.squares = self.norm is not None and self.norm.form.finish_dw is not None  # it is a norm of squared.py
         self.shares = launch.operands[2] if self.name == "finalize_samples" else ()
+        self.tile = launch.tile
         self.launch = self._compute
         self._kinds: list = []  # of the arguments, those of tensor maps expanded
         for given, kind in zip(launch.arguments(), compiled.src.signature.values(), strict=True):
@@ -290,12 +291,43 @@ class Launched(NamedTuple):
             return parameters[f"desc_{nth[0] + 1}"].rows(self.build.groups)
         if f"{name}.{at}" not in parameters:
             return None
-        rows = rows // self.sample_rows() if name == "shared" else rows
+        if self.is_table(name, at):
+            rows = parameters["table_rows"]
+        elif name == "shared":
+            rows //= self.sample_rows()
         strides_of, inner, strides = {"rows_in": "strides_in", "shared": "strides_shared"}, 1, (cols, 0)
         if name in strides_of:  # Triton leaves out numbers of 1
             inner, *strides = (parameters.get(f"{strides_of[name]}.{3 * at + which}", 1) for which in range(3))
         shape = rows // inner, inner, cols
         return at_address(parameters[f"{name}.{at}"], self.pointed_to(name, at), shape, (*strides, 1)).flatten(0, 1)
+
+    @property
+    def is_by_key(self) -> bool:
+        """Whether rows of one number are a sample, in an order."""
+        return "order_ptr" in self.parameters
+
+    def is_table(self, name: str, at: int) -> bool:
+        return self.is_by_key if name == "shared" else name == "rows_in" and self.build.norm.is_table(at)
+
+    def by_row(self, name: str, at: int) -> torch.Tensor:
+        """A tensor of `rows_in` or `shared`, with a row for each row of x."""
+        found = self.more_rows(name, at)
+        if self.is_table(name, at):
+            return found[self.numbers()]
+        return found.repeat_interleave(self.sample_rows(), 0) if name == "shared" else found
+
+    def numbers(self) -> torch.Tensor:
+        """Of the rows of x, those of their rows of tables."""
+        shape = (self.shape()[0],)
+        if not self.is_by_key:
+            return self.tensor("row_index", shape).long()
+        order = self.tensor("order", shape).long()
+        return torch.empty_like(order).scatter_(0, order, self.tensor("key", shape).long())
+
+    def sums_of_keys(self, at: int) -> torch.Tensor:
+        """The first rows of the partials of a table's gradient, as many as the table has."""
+        shape = self.parameters["table_rows"], self.shape()[1]
+        return at_address(self.parameters[f"sum_partials.{at}"], self.pointed_to("sum_partials", at), shape)
 
     def pointed_to(self, name: str, at: int) -> torch.dtype:
         return POINTED_TO[self.build.compiled.src.signature[name][at][1:]]
@@ -334,9 +366,8 @@ class Launched(NamedTuple):
         """What is read but statistics, by the names of operands, as [rows, groups, columns of a group]."""
         norm, shape = self.build.norm, self.shape()
         found = {"x": self.rows("x"), "grad_out": self.rows("dy"), "residual_grad": self.more_rows("added")}
-        found |= {name: self.more_rows("rows_in", at) for at, name in enumerate(norm.rows_in)}
-        for at, name in enumerate(norm.shared):
-            found[name] = self.more_rows("shared", at).repeat_interleave(self.sample_rows(), 0)
+        for rows, names in (("rows_in", norm.rows_in), ("shared", norm.shared)):
+            found |= {name: self.by_row(rows, at) for at, name in enumerate(names)}
         weight, bias = (self.tensor(name, shape[1:]) for name in ("weight", "bias"))
         weight = weight.double().square() if self.build.squares and weight is not None else weight
         found |= {name: each.expand(shape) for name, each in (("weight", weight), ("bias", bias)) if each is not None}
@@ -346,7 +377,7 @@ class Launched(NamedTuple):
 def compute(launched: Launched) -> None:
     """Writes the results that the kernel would write. Partial sums are all in the first row of partials, or in that of
     their sample."""
-    name, cols = launched.build.name, launched.parameters["cols"]  # a finalizer has those of all groups
+    name, cols = launched.build.name, launched.parameters.get("cols")  # a finalizer has those of all groups
     if name == "finalize":
         for each in ("dw", "db"):
             total = launched.tensor(f"{each}_partial", (cols,))
@@ -357,9 +388,13 @@ def compute(launched: Launched) -> None:
         sum_samples(launched)
     elif name == "add_blocks":
         add_blocks(launched)
+    elif name == "sort_by_digit":
+        sort_by_digit(launched)
+    elif name == "sum_keys":
+        sum_keys(launched)
     elif name.startswith("forward"):
         compute_forward(launched)
-    elif name != "backward_row_means":
+    elif name not in ("backward_row_means", "count_digits"):
         compute_backward(launched)
 
 
@@ -399,6 +434,24 @@ def add_blocks(launched: Launched) -> None:
         fill(out, total)
 
 
+def sort_by_digit(launched: Launched) -> None:
+    tile, size, rows = launched.build.tile, launched.parameters["size"], (launched.parameters["rows"],)
+    keys, before = launched.tensor("key", rows).clamp(-1, size), launched.tensor("order", rows)
+    order = (keys + 1 >> tile.shift & tile.digits - 1).argsort(stable=True)
+    fill(launched.tensor("sorted_key", rows), keys[order])
+    fill(launched.tensor("sorted_order", rows), order if before is None else before[order])
+
+
+def sum_keys(launched: Launched) -> None:
+    shape = launched.grid[0], launched.parameters["cols"]
+    for at in range(launched.grid[2]):
+        partials, out = (
+            at_address(launched.parameters[f"{name}.{at}"], launched.pointed_to(name, at), shape)
+            for name in ("partial_ptrs", "out_ptrs")
+        )
+        fill(out, partials)
+
+
 def compute_backward(launched: Launched) -> None:
     """The gradients of parameters and of what samples share are computed for each row, and then added up."""
     norm, (rows, cols) = launched.build.norm, launched.shape()
@@ -417,7 +470,11 @@ def compute_backward(launched: Launched) -> None:
     for at, which in enumerate(norm.stored[norm.stores_dx :] if norm.wants_dx else ()):
         fill(launched.more_rows("rows_out", at), grads[which])
     of_samples = [(launched.partials(f"{name}_partial"), each) for name, each in (("dw", dw), ("db", db))]
-    of_samples += [(launched.partials("sum_partials", at), grads[which]) for at, which in enumerate(norm.summed)]
+    for at, which in enumerate(norm.summed):
+        if launched.is_by_key:
+            launched.sums_of_keys(at).zero_().index_add_(0, launched.numbers(), grads[which].float())
+        else:
+            of_samples.append((launched.partials("sum_partials", at), grads[which]))
     for out, each in of_samples:
         if out is not None:
             fill(out, each.unflatten(0, (-1, launched.sample_rows())).sum(1))

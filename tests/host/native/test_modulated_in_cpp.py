@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from norm_forms import FP32, FP64, composite, gradients, run
+from tables import BACKWARDS, FORWARDS, Table
 from torch.testing import assert_close
 
-from fusednorm import batch_invariant
-from fusednorm.operands import FORM_OPS
+from fusednorm import ada_layer_norm, batch_invariant
+from fusednorm.operands import FORM_OPS, call_op
 
 COLS = 24
 
@@ -99,3 +102,71 @@ def test_other_modulations_of_the_same_x_are_other_calls(op, gpu):
         wrong = tensors | {name: draw(4, COLS, seed=6)}
         with pytest.raises(RuntimeError, match="scale must have shape"):
             run(op, wrong)
+
+
+def run_table(operands):
+    return call_op(getattr(torch.ops.fusednorm, operands.op).default, operands)
+
+
+@pytest.mark.parametrize("table", [*FORWARDS, *BACKWARDS], ids=str)
+def test_norms_with_tables_are_repeated_for_other_rows(table, gpu):
+    direction = "backward" if table.backward else "forward"
+    with gpu.going_to_python(direction):
+        table.check(run_table(table.operands))
+    other = replace(table, rows=table.rows + 2 * (not table.nested))  # on which one of two nested strides depends
+    with gpu.repeating():
+        other.check(run_table(other.operands))
+
+
+def test_gradients_of_tables_are_those_of_rows_that_torch_gathers(gpu):
+    for nth in range(2):
+        tables, index = draw(4, 3, COLS, seed=nth), torch.arange(10).view(2, 5) % 4
+        tables.requires_grad_()
+        x = draw(2, 5, COLS, seed=5 + nth).requires_grad_()
+        scale, shift, _ = tables.unbind(1)
+        with gpu.repeating(2) if nth else gpu.going_to_python("forward", "backward"):
+            got = gradients((ada_layer_norm(x, scale, shift, index=index),), {"x": x, "tables": tables})
+        want = gradients((ada_layer_norm(x, scale[index], shift[index]),), {"x": x, "tables": tables})
+        for ours, right in zip(got, want, strict=True):
+            assert_close(ours, right, atol=1e-5, rtol=1e-4)
+
+
+def test_other_tables_and_indices_are_other_calls(gpu):
+    table = Table("layer", "", 5, 64, modulation=FP32)
+    operands = table.operands
+    run_table(operands)
+    index = operands.row_index
+    for changes in ({"row_index": index.int()}, {"scale": operands.scale.clone()}, {"x": operands.x[:, 1:]}):
+        changed = operands._replace(**changes | ({"row_index": index[:, 1:]} if "x" in changes else {}))
+        with gpu.going_to_python("forward"):
+            run_table(changed)
+    with gpu.repeating():  # of a copy
+        table.check(run_table(operands._replace(row_index=index.t().contiguous().t())))
+    wrong = {"row_index": (index[1:], "index must have int32"), "scale": (operands.scale[1:], "shift must have")}
+    for name, (value, text) in wrong.items():
+        with pytest.raises(RuntimeError, match=text):
+            run_table(operands._replace(**{name: value}))
+
+
+def test_tables_without_adjacent_columns_are_copied_by_python_in_every_call(gpu):
+    table = Table("layer", "", 5, 64)
+    operands = table.operands
+    for _ in range(2):
+        with gpu.going_to_python("forward"):
+            table.check(run_table(operands._replace(scale=operands.scale.t().contiguous().t())))
+
+
+def test_ordered_sums_of_all_gradients_of_tables_and_parameters_are_repeated(gpu):
+    table = Table("layer", "_of_gated_sum", 5, 40, parameters=FP32, backward=True)
+    with batch_invariant(ordered_sums=8):
+        run_table(table.operands)
+        with gpu.repeating():
+            table.check(run_table(table.operands))
+
+
+def test_tables_are_read_from_copies_under_batch_invariant(gpu):
+    table = Table("layer", "", 5, 64)
+    with batch_invariant():
+        run_table(table.operands)
+        with gpu.repeating():
+            table.check(run_table(table.operands))
