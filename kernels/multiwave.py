@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from .loads import (
+    LANES,
     Statistics,
     chunk_of,
     combine,
@@ -95,6 +96,12 @@ def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
         found = tl.load(index[0] + row, mask=in_range, other=0).to(tl.int64)
         is_there = in_range & (found.to(tl.uint64) < index[1])  # a negative number is a large one
     return found, is_there
+
+
+@triton.jit
+def lanes(tile: tl.constexpr):
+    """`share_of_key` calls this."""
+    return tl.arange(0, LANES)
 
 
 @triton.jit
@@ -431,7 +438,7 @@ def backward(
         share = share_of_cta(rows, sample_rows)
         rows_of_table = None
     else:
-        share = share_of_key(key_ptr, rows, table_rows, tile)
+        share = share_of_key(key_ptr, rows, table_rows, lanes, tile)
         rows_of_table = table_rows
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile, rows_of_table)
     inside: tl.constexpr = norm.inside
@@ -459,7 +466,9 @@ def backward(
     dy_next = load_row_tile(dy_rows, row, end, cols, norm, tile)
     source = statistics_in_memory(mean_ptr, rstd_ptr, mean_stride, rstd_stride, norm, tile)
     next_statistics = load_row_statistics(source, row, end, norm)
-    for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
+    # In an order two registers are short for what the compiler would compute before the loop.
+    tiles_of_cta = tl.cdiv(share.last - share.first - share.cta * tile.rows, step)
+    for _ in tl.range(tiles_of_cta, disable_licm=key_ptr is not None):
         early = next_tiles
         tiles = early + of_sample
         dy = dy_next

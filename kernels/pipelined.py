@@ -7,7 +7,8 @@ for its whole life.
 
 sample_rows rows may be a sample with CTAs of its own, as in multiwave.py: the first dimension of the grid counts
 samples, and the second is P. If there are several samples, the rows of one are a multiple of those of a tile, so that
-no tile has rows of two.
+no tile has rows of two. A backward may take its rows in an order, as there: then a tile is one row, and what is said of
+rows here holds for places of the order.
 
 The warps that read a stage also refill it, and one of them may be ahead of the others. What keeps a copy from
 overwriting columns that a warp has yet to read is not in the source: between the reads of a stage and the copies of
@@ -29,6 +30,7 @@ from .loads import (
     of_group,
     pointers,
     share_of_cta,
+    share_of_key,
     statistics_in_memory,
     stride_of_gradients,
     unfolded,
@@ -39,7 +41,50 @@ from .ring import Position
 
 
 @gluon.jit
-def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
+def row_at(order_ptr, place, share):
+    """The row at a place of an order; none, -1, before the CTA's first one."""
+    return gl.load(order_ptr + place, mask=place >= share.first, other=-1)
+
+
+@gluon.jit
+def rows_in_order(order_ptr, place, step, share, tile: gl.constexpr):
+    """The row at a place of an order, and those of as many tiles behind it as a ring has stages."""
+    rows = (row_at(order_ptr, place, share),)
+    for s in gl.static_range(tile.stages):
+        rows = rows + (row_at(order_ptr, place - (s + 1) * step, share),)
+    return rows
+
+
+@gluon.jit
+def one_tile_on(rows, behind):
+    """`rows_in_order` of the next tile; the row `behind` them was loaded a tile ago, so that nothing waits for it."""
+    found = ()
+    for s in gl.static_range(len(rows) - 1):
+        found = found + (rows[s + 1],)
+    return found + (behind,)
+
+
+@gluon.jit
+def row_behind(row, tiles: gl.constexpr, step, rows):
+    """The row that is `tiles` tiles behind `row`: one of `rows`, if there are any."""
+    if rows is None:
+        behind = row - tiles * step
+    else:
+        behind = rows[tiles]
+    return behind
+
+
+@gluon.jit
+def first_row(rows, share):
+    """The first row that the CTA may have."""
+    first = share.first
+    if rows is not None:
+        first = 0
+    return first
+
+
+@gluon.jit
+def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr, rows=None):
     """The rings, with the copies of the CTA's first num_stages tiles under way. Where threads copy, descs has pointers
     and `strides` the elements between their rows."""
     copies = ()
@@ -54,7 +99,8 @@ def open_rings(descs, tail_descs, strides, cols, share, tile: gl.constexpr):
         rings = ring.open_rings(copies, tile)
     for s in gl.static_range(tile.stages):
         nth = (share.cta + s * share.ctas) * tile.rows
-        fill_stage(rings, s, row_tile.row_of_tile(nth, share.last, tile), share.first, tile)
+        row = row_tile.row_of_tile(nth, share.last, tile)
+        fill_stage(rings, s, row if rows is None else rows[s], first_row(rows, share), tile)
     return rings
 
 
@@ -194,12 +240,13 @@ def store_by_chunks(
 
 
 class Parameters(NamedTuple):
-    """Pointers to weight and bias, and to rows of samples with their strides."""
+    """Pointers to weight and bias, and to rows of samples with their strides. If these are tables, how many rows."""
 
     weight_ptr: gl.tensor
     bias_ptr: gl.tensor
     shared: tuple
     strides_shared: tuple
+    table_rows: gl.tensor
 
 
 @gluon.jit
@@ -211,7 +258,9 @@ def store_sums(partials, sums, parameters, sample, rows, sample_rows, cols, norm
         weight = row_tile.as_rows(weight, norm.has_weight, tile)
         bias = row_tile.as_rows(bias, norm.has_bias, tile)
         columns: gl.constexpr = row_tile.columns_of_thread
-        loaded = load_shared(parameters.shared, parameters.strides_shared, sample, cols, columns, tile)
+        loaded = load_shared(
+            parameters.shared, parameters.strides_shared, sample, cols, columns, tile, parameters.table_rows
+        )  # fmt: skip
         of_sample = ()
         for t in gl.static_range(len(loaded)):
             of_sample = of_sample + (row_tile.as_rows(loaded[t], True, tile),)
@@ -219,14 +268,14 @@ def store_sums(partials, sums, parameters, sample, rows, sample_rows, cols, norm
     partial_sums.store_partials_of_cta(partials, sums, rows, sample_rows, cols, norm, tile)
 
 
-@gluon.jit(do_not_specialize=["rows", "sample_rows"])
+@gluon.jit(do_not_specialize=["rows", "sample_rows", "table_rows"])
 def backward(
     x_desc, dy_desc, x_tail_desc, dy_tail_desc, mean_ptr, rstd_ptr, weight_ptr, dx_ptr, dw_partial_ptr, db_partial_ptr,
     rows, cols, mean_stride: "i64", rstd_stride: "i64",
     norm: gl.constexpr, tile: gl.constexpr, num_warps: gl.constexpr, rows_in=None, strides_in=None, rows_out=None,
     added=None, bias_ptr=None, desc_1=None, desc_2=None, tail_desc_1=None, tail_desc_2=None, width=None, x_at=None,
     gate_at=None, shared=None, strides_shared=None, sum_partials=None, sample_rows=None, strides=None,
-    desc_3=None, tail_desc_3=None,
+    desc_3=None, tail_desc_3=None, table_rows=None, key_ptr=None, order_ptr=None,
 ):
     """The gradients of the CTA's row tiles, and its row of the partials. A tile is read twice from its stage, for the
     row sums and for dx, and is not kept in registers between; the stage is refilled after the second read. With
@@ -240,12 +289,24 @@ def backward(
     partials = ColumnSums(of_group(dw_partial_ptr, cols, tile), of_group(db_partial_ptr, cols, tile), sum_partials)
     weight_ptr = of_group(weight_ptr, cols, tile)
     bias_ptr = of_group(bias_ptr, cols, tile)
-    of_norm = Parameters(weight_ptr, bias_ptr, shared, strides_shared)
     exchange = open_exchange(tile)
-    share = share_of_cta(rows, sample_rows)
+    if key_ptr is None:
+        share = share_of_cta(rows, sample_rows)
+        rows_of_table = None
+        rows_with_sums = rows
+    else:
+        share = share_of_key(key_ptr, rows, table_rows, row_tile.lanes, tile)
+        rows_of_table = table_rows
+        rows_with_sums = gl.num_programs(0)  # every CTA stores sums, whatever rows it has
+    of_norm = Parameters(weight_ptr, bias_ptr, shared, strides_shared, rows_of_table)
     first = share.cta * tile.rows
     step = share.ctas * tile.rows
     row = row_tile.row_of_tile(first, share.last, tile)
+    place = row
+    in_order = None
+    if order_ptr is not None:
+        in_order = rows_in_order(order_ptr, place, step, share, tile)
+        row = in_order[0]
     # The copies start before the loads of weight and statistics, which are few enough to arrive in time.
     descs = (x_desc, dy_desc)
     if desc_1 is not None:
@@ -255,11 +316,12 @@ def backward(
     if desc_3 is not None:
         descs = descs + (desc_3,)
     tails = (x_tail_desc, dy_tail_desc, tail_desc_1, tail_desc_2, tail_desc_3)
-    rings = open_rings(descs, tails, strides, cols, share, tile)
+    rings = open_rings(descs, tails, strides, cols, share, tile, in_order)
     weight = load_parameter(weight_ptr, cols, norm.has_weight, row_tile.columns_of_thread, tile)
     next_statistics = row_tile.load_row_statistics(in_memory, row, norm, tile)
     bias = load_parameter(bias_ptr, cols, norm.has_bias, row_tile.columns_of_thread, tile)
-    of_sample = load_shared(shared, strides_shared, share.sample, cols, row_tile.columns_of_thread, tile)
+    columns: gl.constexpr = row_tile.columns_of_thread
+    of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile, rows_of_table)
     inside: gl.constexpr = norm.inside
     weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
     weight = row_tile.hold_parameter(weight, inside.has_weight, tile.weight_in_smem, tile)
@@ -277,8 +339,10 @@ def backward(
     at = Position(0, 0)
     for nth in range(first, share.last - share.first, step):
         statistics = row_tile.by_row(next_statistics)
+        if order_ptr is not None:
+            behind = row_at(order_ptr, place - (tile.num_stages + 1) * step, share)
         if tile.prefetches_statistics:  # one tile ahead; else half a tile, below, where registers are short
-            next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
+            next_statistics = row_tile.load_row_statistics(in_memory, row_behind(row, 1, step, in_order), norm, tile)
         more = row_tile.load_tiles(rows_in, strides_in, row, row_tile.aligned(cols, dtype), tile)
         if tile.by_threads:
             stage = opaque(at.stage)  # else the addresses of all chunks would be held
@@ -296,10 +360,10 @@ def backward(
             if nth + step >= share.last - share.first:  # the last tile
                 if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
                     launch_dependents()
-                store_sums(partials, sums, of_norm, share.sample, rows, sample_rows, cols, norm, tile)
+                store_sums(partials, sums, of_norm, share.sample, rows_with_sums, sample_rows, cols, norm, tile)
         row_sums, exchange = sum_over_cluster(row_sums, exchange, tile)
         if not tile.prefetches_statistics:
-            next_statistics = row_tile.load_row_statistics(in_memory, row - step, norm, tile)
+            next_statistics = row_tile.load_row_statistics(in_memory, row_behind(row, 1, step, in_order), norm, tile)
         first_dy = row_tile.first_of_rows(rings.slots[1], at.stage, inside, tile)
         if tile.by_threads:
             means = passes.means_of_rows(row_sums, first_dy, first_weight, cols, rings.slots[1][0].dtype, inside)
@@ -312,7 +376,8 @@ def backward(
             if tile.added_in_ring:
                 others = (row_tile.read_tile(rings.slots[len(rings.slots) - 1], at.stage, False, tile),)
             if tile.reads_once:
-                fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
+                next_row = row_behind(row, tile.num_stages, step, in_order)
+                fill_stage(rings, at.stage, next_row, first_row(in_order, share), tile)
             else:  # the stage still has the tile: it is refilled below, after these reads
                 tiles, dy = read_tiles(rings, at.stage, True, tile)
             sums = passes.store_gradients(
@@ -320,8 +385,14 @@ def backward(
                 first_weight, sums, row, cols, inside, tile,
             )  # fmt: skip
             if not tile.reads_once:
-                fill_stage(rings, at.stage, row - tile.num_stages * step, share.first, tile)
-        row -= step
+                next_row = row_behind(row, tile.num_stages, step, in_order)
+                fill_stage(rings, at.stage, next_row, first_row(in_order, share), tile)
+        if order_ptr is None:
+            row -= step
+        else:
+            in_order = one_tile_on(in_order, behind)
+            row = in_order[0]
+            place -= step
         at = ring.next_position(at, tile)
 
     ring.wait_for_all(tile)
@@ -330,5 +401,5 @@ def backward(
     if norm.wants_sums and not partial_sums.stores_early(norm, tile):
         if tile.announces_end:  # saves time only, as above
             launch_dependents()
-        store_sums(partials, sums, of_norm, share.sample, rows, sample_rows, cols, norm, tile)
+        store_sums(partials, sums, of_norm, share.sample, rows_with_sums, sample_rows, cols, norm, tile)
     ring.close_barriers(rings, tile)

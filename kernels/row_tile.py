@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
-from .loads import Statistics, chunk_of, combine, each_of_group, load_statistics, of_groups
+from .loads import LANES, Statistics, chunk_of, combine, each_of_group, load_statistics, of_groups
 from .rowmath import snaps, widen
 
 
@@ -56,6 +56,18 @@ def column_layout(tile):
 def row_layout(tile):
     """Layout of one value per row, [rows]."""
     return gl.SliceLayout(1, gl.SliceLayout(2, tile_layout(tile)))
+
+
+@gluon.constexpr_function
+def lanes_layout(tile):
+    """Layout of numbers of which every CTA of a cluster has all."""
+    return gl.BlockedLayout([1], [32], [tile.num_warps], [0], cga_layout=cluster_bases(tile, 1, None))
+
+
+@gluon.jit
+def lanes(tile: gl.constexpr):
+    """loads.share_of_key calls this."""
+    return gl.arange(0, LANES, lanes_layout(tile))
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ def with_named(launches: list[Launch], call: ForwardCall | BackwardCall, first_o
     `{name}_ptr` of a tensor, `{name}_stride` of a statistic, `{name}` of a number. Sums over samples are among
     `Written`. Raises BuildFailed if no kernel takes an operand or an output of a form."""
     named: dict[str, Operand] = {}
+    problem = call.problem
     if isinstance(call, BackwardCall):
         named |= {"added": call.added_rows} if call.added_rows else {}
         named |= {} if call.bias is None else {"bias_ptr": call.bias}
@@ -37,7 +38,7 @@ def with_named(launches: list[Launch], call: ForwardCall | BackwardCall, first_o
             named[parameters[name]] = (*named.get(parameters[name], ()), value.tensor)
             named[strides] = (*named.get(strides, ()), *row_strides(value))
             named |= {} if value.table_rows is None else {"table_rows": value.table_rows}
-        elif value is not None and each.role is not Role.DTYPE:
+        elif value is not None and each.role is not Role.DTYPE and not (each.role is Role.INDEX and problem.by_key):
             parameters[name] = f"{name}_ptr" if each.role.is_tensor else name
             named[parameters[name]] = value
             named |= {f"{name}_stride": stride_of(value)} if each.role is Role.STATISTIC else {}

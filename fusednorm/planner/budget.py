@@ -31,7 +31,7 @@ def fits_shared_memory(plan: Plan, problem: NormProblem, device: DeviceSpec) -> 
 
 def is_within_budget(plan: Plan, problem: NormProblem, device: DeviceSpec) -> bool:
     """Whether the plan fits shared memory and does not spill. The tiles of a ring have rows of one sample each."""
-    if isinstance(plan, PipelinedPlan) and problem.sample_divisor % plan.rows_per_tile:
+    if isinstance(plan, PipelinedPlan) and problem.ring_divisor % plan.rows_per_tile:
         return False
     return registers(plan, problem, device) <= plan.max_registers and fits_shared_memory(plan, problem, device)
 

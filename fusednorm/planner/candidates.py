@@ -23,7 +23,7 @@ from .plan import AsyncCopyPlan, ColumnRingPlan, ColumnTilePlan, MultiWavePlan, 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 # What some kinds of frames make. Those of "registers" and "any" hold rows in registers.
-RINGS = {"ring": PipelinedPlan, "gated ring": PipelinedPlan, "copied ring": AsyncCopyPlan}
+RINGS = dict.fromkeys(("ring", "gated ring", "ring of an order"), PipelinedPlan) | {"copied ring": AsyncCopyPlan}
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
 
 
@@ -61,8 +61,11 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         found = found or [None if problem.by_sample else column_tile_plan(problem, device)]
     elif variant == "async_copy":
         found = of_frames("copied ring", problem, device)
+    elif problem.by_key and candidates("multi_wave", problem, device):
+        found = ()  # rows in an order that registers hold are faster in registers
     elif not are_better_in_registers(problem, device):
-        found = of_frames("ring", problem, device)
+        found = problem.by_key and of_frames("ring of an order", problem, device)
+        found = found or of_frames("ring", problem, device)
         if not found and all(plan.kernel != "multi_wave" for plan in candidates("multi_wave", problem, device)):
             # Registers do not hold a row, and no ring has three stages: two stages still read it once.
             found = of_frames("ring", problem, device, num_stages=2)
@@ -71,6 +74,8 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
 
 def faulty(variant: str, problem: NormProblem, device: DeviceSpec) -> Plan | None:
     """A ring that can run, though it may spill or has one stage only; None if shared memory has no room for one."""
+    if variant == "multi_wave":
+        return None
     if variant == "warp_specialized":
         return _warp_specialized(problem, device, good=False)
     asked = "copied ring" if variant == "async_copy" else "ring", problem, device, False
@@ -132,7 +137,7 @@ def cut(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True)
     if isinstance(plan, MultiWavePlan):
         return _held(plan, problem, device, good)
     rows, warps = plan.rows_per_tile, plan.num_warps
-    if not isinstance(plan, PipelinedPlan) or problem.sample_divisor % rows:
+    if not isinstance(plan, PipelinedPlan) or problem.ring_divisor % rows:
         return None
     cuts = _cuts(problem.cols, problem.direction, rows, warps, plan.cluster)
     cuts = _copied_cuts(problem, plan.threads_per_row) if plan.by_threads else cuts

@@ -57,9 +57,10 @@ def variants_in_use(device: DeviceSpec) -> tuple[str, ...]:
 def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) -> Chosen:
     if forced == "reference":
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
-    fault = broken_rule("multi_wave", problem, 1, device)
-    if fault or (problem.by_sample and not candidates("multi_wave", problem, device)):  # no others lack a plan
-        return Chosen(((math.inf, ReferencePlan(fault.reason if fault else no_room(problem, device))),), "legality")
+    fault, none = broken_rule("multi_wave", problem, 1, device), ReferencePlan(no_room(problem, device))
+    has_plan = not problem.by_sample or any(candidates(each, problem, device) for each in variants_in_use(device))
+    if fault or not has_plan:
+        return Chosen(((math.inf, ReferencePlan(fault.reason) if fault else none),), "legality")
     can_force = forced and not broken_rule(forced, problem, 1, device)
     asked = can_force and (best_plan(forced, problem, device) or faulty(forced, problem, device))
     found = (((math.inf, asked),), "forced") if asked else measured(problem, device) or published(problem, device)
@@ -67,7 +68,7 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     *few, (_, many) = ranges
     if many.variant != "multi_wave":  # a ring counts rows in 32 bits, and column tiles have no sums by sample
         rest = best_plan("multi_wave", problem, device) if problem.by_sample else column_tile_plan(problem, device)
-        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))
+        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest or none))
     return Chosen(ranges, source)
 
 

@@ -65,6 +65,11 @@ class NormProblem:
         return self.is_forward or self.wants_dx
 
     @property
+    def ring_divisor(self) -> int:
+        """What the rows of a ring's tile must divide; 0: any number does. Rows in an order do not lie side by side."""
+        return 1 if self.by_key else self.sample_divisor
+
+    @property
     def width(self) -> int:
         """Columns of x: those of all groups."""
         return self.cols * self.form.groups

@@ -33,6 +33,7 @@ OF_MODELS = [
     Modulated("layer", 2, 513, 3072, TOKEN, TOKEN, TOKEN, added=BF16),
     Modulated("rms", 2, 700, 4096, TOKEN, SAMPLE, ALL, parameters=FP32),
     Modulated("rms", 2, 256, 2048, dtype=FP32, factor="tanh", shift=None),
+    Modulated("layer", 2, 150, 16384, gate=SAMPLE, modulation=BF16),
 ]
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16
+from cases import BF16, FP32
 from simulator.host import simulated
 from tables import BACKWARDS, FORWARDS, Table
 
+from fusednorm.planner import limits
+from fusednorm.planner.plan import PipelinedPlan
 from fusednorm.problem.calls import check_backward, check_forward
 
 
-def outputs_of(call, device: str = "H200"):
+@pytest.fixture(autouse=True)
+def three_ctas_sort(monkeypatch):
+    monkeypatch.setattr(limits, "sort", [*limits.sort[:3], 3])  # the simulation runs one after another
+
+
+def outputs_of(call, device: str = "H200", plan=None):
     from fusednorm.host import launch
 
     with simulated(device, 2) as simulation:
-        prepared = launch.on_tensors(call)
+        prepared = launch.on_tensors(call, plan)
         simulation.hand_over(prepared.launches)
     return prepared.outputs
 
@@ -39,6 +46,27 @@ def test_gpus_of_each_kind_give_what_gathered_rows_give_in_float64(table, device
 )
 def test_rows_of_tables_give_what_gathered_rows_give_in_float64(table):
     table.check(outputs_of(table.call))
+
+
+RINGS = {  # a tile is one row
+    Table("layer", "", 5, 520, backward=True): PipelinedPlan(1, 128, 5, 2, 4, 1, 255, False, copy_chunks=4, tail=True),
+    Table("rms", "_of_gated_sum", 4, 512, size=6, modulation=BF16, parameters=FP32, backward=True): PipelinedPlan(
+        1, 128, 2, 3, 4, 2, 255, True, cluster=2, rows_in_ring=True, added_in_ring=True
+    ),
+    Table("layer", "", 12, 256, size=10, modulation=BF16, parameters=BF16, backward=True): PipelinedPlan(
+        1, 256, 1, 3, 2, 2, 255, False
+    ),
+}
+
+
+@pytest.mark.parametrize("table", RINGS, ids=str)
+def test_rings_take_rows_in_the_order_of_an_index(table):
+    numbers = table.given["row_index"].clone()
+    got = outputs_of(table.call, plan=RINGS[table])
+    table.check(got)
+    numbers[0, 1], numbers[1, 1] = table.size, -1
+    of_none, want = outputs_of(table.call_by(numbers), plan=RINGS[table])[0], got[0]
+    assert of_none[:2, 1].isnan().all() and torch.equal(of_none[2], want[2]) and torch.equal(of_none[:, 0], want[:, 0])
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
