@@ -67,6 +67,14 @@ FORWARD = [
     make_problem("layer", 1600, "fp64", "bf16", direction="forward"),
     make_problem("rms", 12288, "fp32", weight="none", direction="forward"),
 ]
+
+
+def of_tables(problem):
+    """The forward with an index for each row, in place of samples."""
+    names, dtypes = problem.names_shared, problem.shared
+    return replace(problem, rows_in=dtypes, names_in=names, tables=names, shared=(), names_shared=())
+
+
 DIRECTIONS = ("forward", "backward")
 WIDE = [make_problem("layer", 65535, weight="fp32", direction=each) for each in DIRECTIONS]  # column tiles, no rings
 JOBS = [
@@ -121,6 +129,10 @@ JOBS = [
     (120, make_modulated("layer", 1152, modulation="fp32")),
     (80, make_gated_sum("layer", 1152, weight="bf16")),
     (100, make_gated_sum("rms", 3072, by_sample=False)),
+    *((90, replace(make_modulated(norm, 2560, direction="backward"), by_key=True)) for norm in ("layer", "rms")),
+    (90, replace(make_modulated("layer", 16384, direction="backward"), by_key=True)),  # rings of single rows
+    (100, replace(make_gated_sum("rms", 8192), by_key=True)),
+    *((arch, of_tables(make_modulated("layer", 3072))) for arch in (80, 90)),  # 64 registers, by a cap
 ]
 
 
