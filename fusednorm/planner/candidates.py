@@ -61,11 +61,10 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
         found = found or [None if problem.by_sample else column_tile_plan(problem, device)]
     elif variant == "async_copy":
         found = of_frames("copied ring", problem, device)
-    elif problem.by_key and candidates("multi_wave", problem, device):
-        found = ()  # rows in an order that registers hold are faster in registers
     elif not are_better_in_registers(problem, device):
-        found = problem.by_key and of_frames("ring of an order", problem, device)
-        found = found or of_frames("ring", problem, device)
+        found = of_frames("ring of an order", problem, device) if problem.by_key else ()
+        if not (found or problem.by_key and candidates("multi_wave", problem, device)):
+            found = of_frames("ring", problem, device)
         if not found and all(plan.kernel != "multi_wave" for plan in candidates("multi_wave", problem, device)):
             # Registers do not hold a row, and no ring has three stages: two stages still read it once.
             found = of_frames("ring", problem, device, num_stages=2)

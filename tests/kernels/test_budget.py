@@ -130,9 +130,10 @@ JOBS = [
     (80, make_gated_sum("layer", 1152, weight="bf16")),
     (100, make_gated_sum("rms", 3072, by_sample=False)),
     *((90, replace(make_modulated(norm, 2560, direction="backward"), by_key=True)) for norm in ("layer", "rms")),
-    (90, replace(make_modulated("layer", 16384, direction="backward"), by_key=True)),  # rings of single rows
+    # Rings of single rows.
+    *((90, replace(make_modulated("layer", cols, direction="backward"), by_key=True)) for cols in (6144, 16384)),
     (100, replace(make_gated_sum("rms", 8192), by_key=True)),
-    *((arch, of_tables(make_modulated("layer", 3072))) for arch in (80, 90)),  # 64 registers, by a cap
+    *((arch, of_tables(make_modulated("layer", 3072))) for arch in (80, 90)),  # 72 registers, by a cap
 ]
 
 
