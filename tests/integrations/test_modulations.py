@@ -393,7 +393,7 @@ KERNELS = [(BF16, (4, 1), 3072, True), (FP32, (4, 1), 3072, True), (BF16, (4, 51
 
 
 @pytest.mark.parametrize("op", [name for name in OPS if "fwd" in name and name.endswith("_modulated")])
-@pytest.mark.parametrize("of, batch, cols, has", [*KERNELS, (BF16, (4, 1), 2**17, False)])
+@pytest.mark.parametrize("of, batch, cols, has", [*KERNELS, (BF16, (4, 1), 2**18, False)])
 def test_there_must_be_kernels_in_both_directions(op, of, batch, cols, has):
     rows = {name: torch.empty(4, 512, cols, dtype=BF16, device="meta") for name in ("x", "residual")}
     modulations_ = {name: torch.empty(*batch, cols, dtype=of, device="meta") for name in ("scale", "shift", "gate")}
