@@ -35,9 +35,6 @@ class Share(NamedTuple):
     last: tl.tensor
 
 
-LANES = tl.constexpr(1024)  # blocks or places that share_of_key looks at in one step
-
-
 @triton.jit
 def share_of_cta(rows, sample_rows):
     """As many bits as `rows` has count the rows."""
@@ -56,18 +53,19 @@ def begin_of_block(block, tiles, blocks):
 
 
 @triton.jit
-def share_of_key(key_ptr, rows, table_rows, lanes: tl.constexpr, tile: tl.constexpr):
+def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.constexpr):
     """The CTA's share where `key_ptr` has the keys of rows in ascending order: places of this order, of one key and of
     one block. Keys go from -1 to table_rows, and CTA b + 1 + k has those of key k in block b: with b, the first key of
     a block ascends. So b is the last block of which the number and the first key, with 1, are no more than the CTA's
-    number. The function `lanes` gives the numbers below LANES, and with them the layout."""
+    number. The function `numbers` gives those below a count, and with them the layout."""
+    lanes: tl.constexpr = 1024  # blocks or places of one step
     cta = tl.program_id(0)
     blocks = tl.num_programs(0) - table_rows.to(tl.int32) - 1
     rows = rows.to(tl.int32)
     tiles = tl.cdiv(rows, tile.rows)
     b = 0
-    for start in range(0, blocks, LANES):
-        block = start + lanes(tile)
+    for start in range(0, blocks, lanes):
+        block = start + numbers(lanes, tile)
         place = begin_of_block(block, tiles, blocks) * tile.rows
         key = tl.load(key_ptr + place, mask=block < blocks, other=0)
         b = tl.maximum(b, tl.max(tl.where((block < blocks) & (block + 1 + key <= cta), block, 0)))
@@ -76,8 +74,8 @@ def share_of_key(key_ptr, rows, table_rows, lanes: tl.constexpr, tile: tl.conste
     end = tl.minimum(begin_of_block(b + 1, tiles, blocks) * tile.rows, rows)
     first = end
     last = begin
-    for start in range(begin, end, LANES):
-        place = start + lanes(tile)
+    for start in range(begin, end, lanes):
+        place = start + numbers(lanes, tile)
         keys = tl.load(key_ptr + place, mask=place < end, other=0)
         first = tl.minimum(first, tl.min(tl.where((place < end) & (keys >= key), place, end)))
         last = tl.maximum(last, tl.max(tl.where((place < end) & (keys <= key), place + 1, begin)))

@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from .loads import (
-    LANES,
     Statistics,
     chunk_of,
     combine,
@@ -99,9 +98,9 @@ def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
 
 
 @triton.jit
-def lanes(tile: tl.constexpr):
+def numbers(count: tl.constexpr, tile: tl.constexpr):
     """`share_of_key` calls this."""
-    return tl.arange(0, LANES)
+    return tl.arange(0, count)
 
 
 @triton.jit
@@ -438,7 +437,7 @@ def backward(
         share = share_of_cta(rows, sample_rows)
         rows_of_table = None
     else:
-        share = share_of_key(key_ptr, rows, table_rows, lanes, tile)
+        share = share_of_key(key_ptr, rows, table_rows, numbers, tile)
         rows_of_table = table_rows
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile, rows_of_table)
     inside: tl.constexpr = norm.inside

@@ -295,7 +295,7 @@ def backward(
         rows_of_table = None
         rows_with_sums = rows
     else:
-        share = share_of_key(key_ptr, rows, table_rows, row_tile.lanes, tile)
+        share = share_of_key(key_ptr, rows, table_rows, row_tile.numbers, tile)
         rows_of_table = table_rows
         rows_with_sums = gl.num_programs(0)  # every CTA stores sums, whatever rows it has
     of_norm = Parameters(weight_ptr, bias_ptr, shared, strides_shared, rows_of_table)

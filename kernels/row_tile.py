@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_compat import reinterpret
-from .loads import LANES, Statistics, chunk_of, combine, each_of_group, load_statistics, of_groups
+from .loads import Statistics, chunk_of, combine, each_of_group, load_statistics, of_groups
 from .rowmath import snaps, widen
 
 
@@ -59,15 +59,15 @@ def row_layout(tile):
 
 
 @gluon.constexpr_function
-def lanes_layout(tile):
+def numbers_layout(tile):
     """Layout of numbers of which every CTA of a cluster has all."""
     return gl.BlockedLayout([1], [32], [tile.num_warps], [0], cga_layout=cluster_bases(tile, 1, None))
 
 
 @gluon.jit
-def lanes(tile: gl.constexpr):
+def numbers(count: gl.constexpr, tile: gl.constexpr):
     """loads.share_of_key calls this."""
-    return gl.arange(0, LANES, lanes_layout(tile))
+    return gl.arange(0, count, numbers_layout(tile))
 
 
 @gluon.jit
