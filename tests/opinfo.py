@@ -244,18 +244,20 @@ class OnTorchsSamples:
     function, or else the one that replaces it, runs our kernels."""
 
     device: str
+    names: tuple[str, ...] = NAMES  # whose samples are tried
     ways: dict[str, Callable[[], contextlib.AbstractContextManager]]  # "override" runs torch's function
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "way" in metafunc.fixturenames:
             metafunc.parametrize("way", self.ways)
+        if "name" in metafunc.fixturenames:
+            metafunc.parametrize("name", self.names)
 
     def function(self, way: str, name: str) -> Callable:
         if way in FORMS:
             return as_form(way, name)
         return op_info(name).op if way == "override" else FUNCTIONALS[name]
 
-    @pytest.mark.parametrize("name", NAMES)
     def test_derivatives_of_both_orders_are_those_of_the_function(self, name, way):
         tried = [sample for sample in finite_samples(name, self.device) if sample.input.numel()]
         assert tried
@@ -276,7 +278,6 @@ class OnTorchsSamples:
                 if way != "override" or len(places) != 1 or places[0] != 2:
                     assert torch.autograd.gradgradcheck(y, leaves, fast_mode=True)
 
-    @pytest.mark.parametrize("name", NAMES)
     def test_transforms_are_those_of_torchs_function(self, name, way):
         """functorch's checks of an op: vmap against a loop, vjp and jvp, alone and under vmap."""
 
@@ -306,29 +307,29 @@ class OnTorchsSamples:
             got = [everything(self.function(way, name), sample) for sample in tried]
         torch.testing.assert_close(got, wanted)
 
-    @pytest.mark.parametrize("name", MODULES)
-    def test_modules_on_their_own_samples_come_out_right(self, name, way):
-        stock_function = getattr(torch.nn.functional, {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}[name])
-        tried = module_samples(name, self.device)
+    @pytest.mark.parametrize("module", MODULES)
+    def test_modules_on_their_own_samples_come_out_right(self, module, way):
+        stock_function = getattr(torch.nn.functional, {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}[module])
+        tried = module_samples(module, self.device)
         assert tried
 
         def results(modules) -> list[dict]:
             return [run(lambda x, *_, to=to: to(x), sample) for to, (_, sample) in zip(modules, tried, strict=True)]
 
-        stock = results([module for module, _ in tried])
+        stocks = results([stock for stock, _ in tried])
         with self.ways[way]():
-            got = results([module if way == "override" else as_ours(name, module) for module, _ in tried])
-        for ours, theirs, (_, sample) in zip(got, stock, tried, strict=True):
+            got = results([stock if way == "override" else as_ours(module, stock) for stock, _ in tried])
+        for ours, theirs, (_, sample) in zip(got, stocks, tried, strict=True):
             assert_right(ours, run(stock_function, in_float64(sample)), theirs, sample)
 
 
 class FormsOnTorchsSamples(OnTorchsSamples):
     """The same for functions that are no norm of torch's, but equal one for some operands."""
 
+    names = NAMES[1:]  # native_layer_norm has the samples of layer_norm, and more
     ways = dict.fromkeys(FORMS, contextlib.nullcontext)
     test_modules_on_their_own_samples_come_out_right = None  # forms have modules of another signature
 
-    @pytest.mark.parametrize("name", NAMES)
     def test_samples_come_out_right(self, name, way):
         for sample, stock, exact in answered_samples(name, self.device):
             got = run(self.function(way, name), sample)  # without statistics
