@@ -31,7 +31,7 @@ COPIED += rotate([(600, 7680), (300, 8200), (131, 10240), (300, 14336)], DTYPES[
 MANY_CHUNKS = rotate([(1500, 5376), (1401, 6656), (1500, 7040), (1402, 11008), (300, 43520), (301, 61440)], DTYPES[::3])
 MANY_CHUNKS += rotate([(600, 67584), (140, 122880), (40, 204800), (33, 237568), (33, 262144)], DTYPES[:2])
 MANY_CHUNKS += rotate([(33, 131104), (33, 163856), (40, 239136)], DTYPES[:2])  # TMA boxes of 64 and 32 bytes
-CHUNKED = TAILS + MANY_CHUNKS  # each shape with one norm, in turn: they share a schedule, and compiling takes most of a test
+CHUNKED = TAILS + MANY_CHUNKS  # each shape with one norm, in turn: they share a schedule
 CHUNKED = [CHUNKED[2 * at + at // 2 % 2] for at in range(len(CHUNKED) // 2)]
 
 
