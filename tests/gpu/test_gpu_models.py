@@ -64,7 +64,7 @@ def test_patched_models_train_as_stock(name, dtype, kernel_calls):
     hf_models.assert_as_good_as_stock(ours, stock, exact, dtype)
 
 
-@pytest.mark.parametrize("name", sorted({*hf_models.MODELS} - {"Mistral", "Gemma", "Gemma2"}))  # whose norms others have
+@pytest.mark.parametrize("name", sorted({*hf_models.MODELS} - {"Mistral", "Gemma", "Gemma2"}))  # norms of others
 def test_patched_models_compile(name, kernel_calls, fresh_compiler):
     dtype = torch.bfloat16
     model, ids = build(name, dtype, layers=1)
