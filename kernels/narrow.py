@@ -133,14 +133,17 @@ def rows_of_parameters(ptr, cols: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def load_table(ptr, start, row_mask, rest: tl.constexpr, tile: tl.constexpr):
-    """cos or sin of the chunks that have turned columns, with `rest` for other columns. No chunks without a table."""
+    """cos or sin of the chunks that have turned columns, with `rest` for other columns; one of each pair of adjacent
+    columns, if it is that of both. No chunks without a table."""
     table = ()
     if ptr is not None:
         for c in tl.static_range(tile.turned_chunks):
-            col = columns(c, tile)
-            mask = row_mask & inside(c, tile.turned, tile)
-            if tile.per_pair:
-                col = col // 2 if tile.pairs else columns(0, tile)
+            if tile.per_pair and tile.pairs:
+                col = c * (tile.width // 2) + tl.arange(0, tile.chunk // 2)[None, :]
+                mask = row_mask & (col < tl.minimum(tile.turned, (c + 1) * tile.width) // 2)
+            else:
+                mask = row_mask & inside(c, tile.turned, tile)
+                col = columns(0, tile) if tile.per_pair else columns(c, tile)
             table = table + (tl.load(ptr + start + col, mask=mask, other=rest if tile.is_beside(c) else 0.0),)
     return table
 
@@ -209,6 +212,15 @@ def statistics(h, dtype: tl.constexpr, cols: tl.constexpr, eps, norm: tl.constex
 
 
 @triton.jit
+def of_columns(table, tile: tl.constexpr):
+    """A chunk of cos or sin with an element for each column."""
+    found = table
+    if tile.per_pair and tile.pairs:
+        found = tl.join(table, table).reshape(tile.rows, tile.chunk)
+    return found
+
+
+@triton.jit
 def all_come(x, cos, sin, zero, norm: tl.constexpr, tile: tl.constexpr):
     """x, known once cos and sin have come, too. Behind LayerNorm's mean the compiler would ask for them after x has."""
     found = x
@@ -216,7 +228,10 @@ def all_come(x, cos, sin, zero, norm: tl.constexpr, tile: tl.constexpr):
         if x[0].dtype == tl.bfloat16 and cos[0].dtype == tl.bfloat16 and sin[0].dtype == tl.bfloat16:
             found = ()
             for c in tl.static_range(tile.chunks):
-                found = found + (behind(x[c], cos[c], sin[c], zero) if c < len(cos) else x[c],)
+                if c < len(cos):
+                    found = found + (behind(x[c], of_columns(cos[c], tile), of_columns(sin[c], tile), zero),)
+                else:
+                    found = found + (x[c],)
     return found
 
 
@@ -327,8 +342,8 @@ def held(chunks, tile: tl.constexpr):
     found = ()
     for c in tl.static_range(len(chunks)):
         chunk = chunks[c]
-        if tile.in_pairs and tile.turned > 0 and chunk.dtype == tl.bfloat16:
-            low, high = columns_of_pairs(chunk, tile)
+        if tile.in_pairs and tile.turned > 0 and chunk.dtype == tl.bfloat16 and chunk.shape[1] > 1:
+            low, high = columns_of_pairs(chunk)
             chunk = pack(low, high)
         found = found + (chunk,)
     return found
@@ -342,7 +357,7 @@ def released(chunks, tile: tl.constexpr):
         chunk = chunks[c]
         if chunk.dtype == tl.int32:
             low, high = unpack(chunk)
-            chunk = tl.join(low, high).reshape(tile.rows, tile.chunk)
+            chunk = tl.join(low, high).reshape(low.shape[0], 2 * low.shape[1])
         found = found + (chunk,)
     return found
 

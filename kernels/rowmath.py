@@ -532,9 +532,15 @@ def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
     for c in tl.static_range(tile.chunks):
         turned = chunks[c]
         if c < tile.turned_chunks:
-            a, b = columns_of_pairs(chunks[c], tile)
-            cos_a, cos_b = columns_of_pairs(cos[c], tile)
-            sin_a, sin_b = columns_of_pairs(sin[c], tile)
+            a, b = columns_of_pairs(chunks[c])
+            if tile.per_pair:
+                cos_a = cos[c]
+                cos_b = cos[c]
+                sin_a = sin[c]
+                sin_b = sin[c]
+            else:
+                cos_a, cos_b = columns_of_pairs(cos[c])
+                sin_a, sin_b = columns_of_pairs(sin[c])
             if back:
                 turned = tl.join(a * cos_a + b * sin_b, b * cos_b - a * sin_a)
             else:
@@ -545,8 +551,8 @@ def turn_pairs(chunks, cos, sin, back: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def columns_of_pairs(chunk, tile: tl.constexpr):
-    return tl.split(chunk.reshape(tile.rows, tile.chunk // 2, 2))
+def columns_of_pairs(chunk):
+    return tl.split(chunk.reshape(chunk.shape[0], chunk.shape[1] // 2, 2))
 
 
 TURN = {False: turn_halves, True: turn_pairs}  # by whether pairs are adjacent columns

@@ -238,6 +238,8 @@ OF_MODELS = [
              packed=True),
     HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=FP16, rotary=256, table_dtype=FP16, norm="layer"),
     HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=256, table_dtype=BF16, interleaved=True),
+    HeadCase(cols=256, heads=16, kv_heads=2, tokens=64, dtype=BF16, rotary=256, table_dtype=BF16, norm="layer",
+             interleaved=True, half_table=True),
 ]  # fmt: skip
 WHOLE_OF_MODELS = [  # OLMo 2 of 1, 7, 13 and 32 billion parameters, Wan 2.1 of 1.3 and 14
     *(HeadCase(cols=128, heads=q, kv_heads=k, tokens=64, dtype=BF16, rotary=128, table_dims="BS", whole=True)

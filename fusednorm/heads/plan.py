@@ -86,10 +86,12 @@ def shaped(
         rows = power_of_two(problem.together)
     else:
         rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+        if problem.per_pair and problem.settings.interleaved:  # a thread loads cos and sin of the columns that it has
+            rows = min(rows, max(1, 16 * threads // itemsize // chunk))
     adjacent = 2 if _shares(problem) else 1
     in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
     sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
-    shared = 16 * threads * _slots(problem, num_chunks) + 4 * num_warps * chunk * problem.num_sums
+    shared = 16 * threads * _slots(problem, num_chunks) + 4 * num_warps * chunk
     copies = sixteen_bytes and _copies(problem) and shared <= limits.static_bytes
     if ctas_per_sm is None:
         elements = max(1, rows * chunk * num_chunks // threads)

@@ -23,6 +23,8 @@ CASES = [
     HeadCase(cols=80, rotary=40, tokens=7, batch=1, half_table=True, dtype=FP32),
     HeadCase(cols=64, rotary=64, heads=6, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16, table_dims="BS"),
     HeadCase(cols=128, rotary=128, tokens=9, norm="layer", interleaved=True, dtype=BF16, table_dtype=BF16),
+    HeadCase(cols=128, rotary=64, norm="layer", interleaved=True, half_table=True, dtype=FP16, table_dtype=FP16),
+    HeadCase(cols=48, rotary=48, tokens=9, interleaved=True, half_table=True, norm_first=False, dtype=FP16),
     HeadCase(cols=64, rotary=64, heads=5, kv_heads=1, tokens=21, norm="layer", dtype=BF16, table_dtype=BF16),
     HeadCase(cols=1024, heads=2, kv_heads=1, batch=1, tokens=9, dtype=BF16, norm="layer"),
 ]
