@@ -64,6 +64,19 @@ def fold(x, tile: gl.constexpr):
     return x
 
 
+@gluon.constexpr_function
+def by_columns(tile):
+    """The layout of a folded chunk if a thread has whole columns."""
+    return gl.BlockedLayout([tile.rows >> num_folds(tile), 1], [1, 32], [1, tile.num_warps], [1, 0])
+
+
+@gluon.jit
+def sum_of_rows(x, tile: gl.constexpr):
+    """The sums of a chunk's columns. Triton's own reduction over warps would have up to 32 lanes wait for one bank of
+    shared memory."""
+    return gl.sum(gl.convert_layout(fold(x, tile), by_columns(tile)), axis=0)
+
+
 @gluon.jit
 def columns(c: gl.constexpr, tile: gl.constexpr):
     """The columns [1, tile.chunk] of chunk c."""
@@ -301,13 +314,9 @@ def backward(
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         ptx.launch_dependents()
     for c in gl.static_range(tile.chunks):
-        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, folded_layout(tile, num_folds(tile))))
+        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, by_columns(tile)))
         here = part.cta.to(gl.int64) * cols + column
-        if norm.wants_dw and norm.wants_db:  # in one reduction, for half of the barriers
-            of_dw, of_db = gl.reduce((fold(dw[c], tile), fold(db[c], tile)), 0, plus_two)
-            gl.store(pick(dw_ptrs, part, 0, tile) + here, of_dw)
-            gl.store(pick(db_ptrs, part, 0, tile) + here, of_db)
-        elif norm.wants_dw:
-            gl.store(pick(dw_ptrs, part, 0, tile) + here, gl.sum(fold(dw[c], tile), axis=0))
-        elif norm.wants_db:
-            gl.store(pick(db_ptrs, part, 0, tile) + here, gl.sum(fold(db[c], tile), axis=0))
+        if norm.wants_dw:
+            gl.store(pick(dw_ptrs, part, 0, tile) + here, sum_of_rows(dw[c], tile))
+        if norm.wants_db:
+            gl.store(pick(db_ptrs, part, 0, tile) + here, sum_of_rows(db[c], tile))
