@@ -16,7 +16,7 @@ from ..host.fallback import BuildFailed
 from ..host.gpus import current
 from ..host.launcher import Launch
 from ..host.program import Address, Bound, Output, Part, Program, Workspace
-from ..host.sums import partials_tile
+from ..host.sums import options_of, partials_tile
 from ..kernels import finalizer, narrow, narrow_async
 from ..kernels.config import Norm, PartsTile
 from ..kernels.rowmath import TURN, form_of
@@ -138,9 +138,8 @@ def launches_of(
         last = partials_tile(problem.columns, acc_dtype.itemsize, dependent and 0 in of_it)
         picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
         grid = triton.cdiv(problem.columns, last.cols), len(of_it)
-        # By itself the compiler would take few registers, and wait for some loads before it begins others.
-        options = {"maxnreg": limits.partial_registers} | ({"launch_pdl": True} if last.dependent else {})
-        launches.append(Launch(finalizer.finalize_several, grid, (*picked, problem.columns), None, last, options))
+        operands, options = (*picked, problem.columns), options_of(last, problem.columns)
+        launches.append(Launch(finalizer.finalize_several, grid, operands, None, last, options))
     return launches, parts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     by_sample = problem.by_sample and not problem.by_key
     cols = problem.cols if by_sample else problem.width
     tile = partials_tile(cols, problem.acc_dtype.itemsize, out.announces_end)
-    options, pieces = {"launch_pdl": True} if tile.dependent else {}, triton.cdiv(cols, tile.cols)
+    options, pieces = options_of(tile, cols), triton.cdiv(cols, tile.cols)
     if by_sample:
         of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
         sums = [SampleSum(*each, OF_ALL_SAMPLES) for each in of_parameters if all(each)] + list(out.sums)
@@ -46,6 +46,13 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     weight = None if norm.form.finish_dw is None else call.weight
     args = (*out[1:5], Number.PARTIALS, cols, weight)
     return Launch(finalizer.finalize, (pieces * (problem.wants_dw + problem.wants_db),), args, norm, tile, options)
+
+
+def options_of(tile: PartialsTile, cols: int) -> dict[str, Any]:
+    """The compiler's. By itself it would take few registers for loads of 16 bytes, and wait for some of these before it
+    begins others."""
+    options = {"launch_pdl": True} if tile.dependent else {}
+    return options | ({"maxnreg": limits.partial_registers} if cols % 4 == 0 else {})
 
 
 @functools.cache

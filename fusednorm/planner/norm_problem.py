@@ -124,9 +124,10 @@ class NormProblem:
         return *map(len, self.large), self.num_sums, len(self.shared)
 
     @cached_property
-    def row_bytes(self) -> tuple[int, ...]:
+    def row_bytes(self) -> tuple[int, int]:
         """Bytes of each element of a row that are read and that are written."""
-        return tuple(sum(each.itemsize for each in dtypes) for dtypes in self.large)
+        read, written = (sum(each.itemsize for each in dtypes) for dtypes in self.large)
+        return read, written
 
     @cached_property
     def quantities(self) -> dict[str, Any]:
