@@ -191,7 +191,7 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
     chunk. Threads load at least 8 bytes at once; those that own columns have 16 bytes of every row."""
     rows, warps, threads = tile.rows_per_tile, tile.num_warps, 32 * tile.num_warps
-    itemsize, forward = problem.x_dtype.itemsize, problem.is_forward
+    itemsize, narrowest = problem.x_dtype.itemsize, min(each.itemsize for each in problem.large[0])
     ctas = 1 if tile.short_lived else tile.ctas_per_sm
     if rows * problem.cols > budget.MAX_REGISTERS * threads or threads * ctas > device.max_threads_per_sm:
         return None
@@ -199,9 +199,9 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     at_once = 16 // itemsize if problem.tma_aligned else limits.scattered_at_once
     limit = budget.register_limit(threads * ctas, device)
     found = sorted(
-        (chunk * num_chunks, abs(math.log2(rows * chunk / threads / at_once)) if forward else 0, num_chunks, chunk)
+        (chunk * num_chunks, problem.is_forward and abs(math.log2(rows * chunk / threads / at_once)), num_chunks, chunk)
         for chunk, num_chunks in chunkings(problem.cols, limits.min_chunk, limits.max_chunks)
-        if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * itemsize >= 16 * threads)
+        if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * narrowest >= 16 * threads)
     )
     plans = (MultiWavePlan(rows, chunk, count, warps, ctas, limit, tile.short_lived) for *_, count, chunk in found)
     plan = _first_within_budget(plans, problem, device, True)

@@ -124,10 +124,9 @@ class NormProblem:
         return *map(len, self.large), self.num_sums, len(self.shared)
 
     @cached_property
-    def row_bytes(self) -> tuple[int, int]:
+    def row_bytes(self) -> tuple[int, ...]:
         """Bytes of each element of a row that are read and that are written."""
-        read, written = (sum(each.itemsize for each in dtypes) for dtypes in self.large)
-        return read, written
+        return tuple(sum(each.itemsize for each in dtypes) for dtypes in self.large)
 
     @cached_property
     def quantities(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import best_plan, choices, choose
 from fusednorm.planner.device import A100, B200, H100, H200, KNOWN, RTX_3090, RTX_4090, RTX_5090
+from fusednorm.planner.model import work_of
 from fusednorm.planner.plan import (
     VARIANTS,
     AsyncCopyPlan,
@@ -454,3 +455,15 @@ def test_a_choice_made_before_costs_four_python_calls():
     finally:
         sys.setprofile(None)
     assert 0 < len(calls) <= 4, calls
+
+
+@pytest.mark.parametrize("cols", [1024, 2048, 3072])
+def test_tiles_of_several_float32_rows_own_columns_though_dy_has_16_bits(cols):
+    """A former bug: with 16 bytes of x for a thread they would, but the compiler gives a thread 16 bytes of dy. Those
+    that do not took up to 1.5 times as long, and the model chose them."""
+    problem = make_problem("layer", cols, "fp32", grad="bf16")
+    tiles = [plan for plan in candidates("multi_wave", problem, H200) if plan.rows_per_tile > 1]
+    assert all(2 * plan.chunk >= 16 * 32 * plan.num_warps for plan in tiles)
+    shared, own = MultiWavePlan(2, 1024, 1, 8, 2, 128), MultiWavePlan(2, 1024, 1, 4, 2, 255)
+    works = [work_of(plan, make_problem("layer", 1024, "fp32", grad="bf16"), 512, H200) for plan in (shared, own)]
+    assert [work.merged > 0 for work in works] == [True, False]
