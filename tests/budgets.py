@@ -14,7 +14,7 @@ from unittest import mock
 from compiling import worker_processes
 from planning import ARCHITECTURES, make_problem, meta_call
 
-from fusednorm.host import gpus
+from fusednorm.host import derived, gpus
 from fusednorm.planner import budget
 from fusednorm.planner.choice import best_plan, choices
 from fusednorm.planner.device import DeviceSpec
@@ -70,7 +70,7 @@ def complaints(problem: NormProblem, plan: Plan, device: DeviceSpec) -> list[str
             if not counts_alone:
                 found.append(f"{name} takes {used.shared_bytes} bytes of shared memory, expected some {bound}")
         specialized = isinstance(plan, WarpSpecializedPlan)
-        limit = budget.entry_registers(plan) if specialized else plan.max_registers
+        limit = derived.entry_registers(plan) if specialized else plan.max_registers
         if used.registers > limit:
             found.append(f"{name} takes {used.registers} registers, expected at most {limit}")
         if name not in ROW_PASSES and not fit_an_sm(plan, used, device):

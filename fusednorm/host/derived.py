@@ -8,7 +8,7 @@ from typing import Any
 from ..planner import budget, limits
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import NormProblem
-from ..planner.plan import ColumnTilePlan, Plan, RingPlan
+from ..planner.plan import ColumnTilePlan, Plan, RingPlan, WarpSpecializedPlan
 
 
 def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
@@ -33,6 +33,14 @@ def of_ring(plan: RingPlan, problem: NormProblem) -> dict[str, bool]:
     known = problem.quantities, budget.of_plan(plan, problem.cols)
     names = "prefetches_statistics", "widens_in_pairs", "reads_once"
     return {name: limits.value_of(getattr(limits, name), *known) for name in names}
+
+
+def entry_registers(plan: WarpSpecializedPlan) -> int:
+    """Registers per thread at the start of a kernel. Its compute groups reach max_registers once the producer has given
+    up its surplus."""
+    warps = plan.num_warps * plan.num_groups
+    total = warps * plan.max_registers + budget.PRODUCER_WARPS * budget.PRODUCER_REGISTERS
+    return budget.REGISTER_STEP * math.ceil(total / (warps + budget.PRODUCER_WARPS) / budget.REGISTER_STEP)
 
 
 def row_pass_registers(problem: NormProblem, divisor: int) -> int | None:

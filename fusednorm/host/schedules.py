@@ -95,7 +95,7 @@ def _warp_specialized_forward(plan: WarpSpecializedPlan, call: ForwardCall, outp
     tile = _warp_specialized_tile(plan, call.problem)
     x, _no_tail = tiles.row_maps([call.x], call.problem.cols, tile)
     args = (x, call.weight, call.bias, *outputs, call.rows, call.problem.cols, call.eps)
-    return [_launch(call, warp_specialized.forward, [Number.CTAS], args, tile, budget.entry_registers(plan))]
+    return [_launch(call, warp_specialized.forward, [Number.CTAS], args, tile, derived.entry_registers(plan))]
 
 
 def _multiwave_backward(plan: MultiWavePlan, call: BackwardCall, out: Written, spec: DeviceSpec) -> list[Launch]:
@@ -152,7 +152,7 @@ def _warp_specialized_backward(
     present = (call.rstd if pointer is None else pointer for pointer in pointers)  # warp partitions do not take None
     maps = tiles.row_maps([call.x, call.grad_out], call.problem.cols, tile)[:2]  # without tails
     args = (*maps, *present, *_ring_sizes(call))
-    return [_launch(call, warp_specialized.backward, [Number.CTAS], args, tile, budget.entry_registers(plan))]
+    return [_launch(call, warp_specialized.backward, [Number.CTAS], args, tile, derived.entry_registers(plan))]
 
 
 FORWARD = {

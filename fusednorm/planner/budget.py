@@ -13,7 +13,7 @@ from ..dtypes import bytes_of
 from . import limits
 from .device import DeviceSpec
 from .norm_problem import NormProblem
-from .plan import MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan, WarpSpecializedPlan
+from .plan import MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan
 
 WARP_SIZE = 32
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
@@ -119,14 +119,6 @@ def group_register_limit(num_groups: int, num_warps: int, device: DeviceSpec) ->
     return min(MAX_GROUP_REGISTERS, left // warps // REGISTER_STEP * REGISTER_STEP)
 
 
-def entry_registers(plan: WarpSpecializedPlan) -> int:
-    """Registers per thread at the start of a kernel. Its compute groups reach max_registers once the producer has given
-    up its surplus."""
-    warps = plan.num_warps * plan.num_groups
-    total = warps * plan.max_registers + PRODUCER_WARPS * PRODUCER_REGISTERS
-    return _round_up(total / (warps + PRODUCER_WARPS), REGISTER_STEP)
-
-
 def registers(plan: Plan, problem: NormProblem, device: DeviceSpec) -> int:
     """Upper bound of the registers that a thread needs: a sum of coefficients times quantities of plan and problem. A
     cap replaces a larger sum where the compiler was seen to recompute values instead of holding them."""
@@ -164,9 +156,8 @@ def of_plan(plan: MultiWavePlan | RingPlan, cols: int) -> dict[str, Any]:
     known = vars(plan) | {"kernel": plan.kernel, "rows": rows, "elements": elements, "columns": elements / rows}
     if not is_ring:
         return known | {"chunk_elements": elements / plan.num_chunks}
-    threads = plan.threads_per_row
-    more = {"threads": threads, "copies": plan.num_copies, "whole": plan.is_whole(cols)}
-    return known | more | {"chunk_columns": plan.chunk / threads}
+    more = {"threads": plan.threads_per_row, "copies": plan.num_copies, "whole": plan.is_whole(cols)}
+    return known | more | {"chunk_columns": plan.chunk / plan.threads_per_row}
 
 
 def _round_up(value: float, step: int) -> int:

@@ -90,9 +90,8 @@ def of_frames(kind: str, problem: NormProblem, device: DeviceSpec, good: bool = 
 
 def fitted(plan: Plan, problem: NormProblem, device: DeviceSpec, good: bool = True) -> Plan | None:
     """`cut`, but a ring's weight that does not fit at its place, in shared memory or in registers, is at the other."""
-    is_ring = isinstance(plan, PipelinedPlan)
-    ways = [plan, replace(plan, weight_in_smem=not plan.weight_in_smem)] if is_ring else [plan]
-    return next(filter(None, (cut(way, problem, device, good) for way in ways)), None)
+    moved = replace(plan, weight_in_smem=not plan.weight_in_smem) if isinstance(plan, PipelinedPlan) else None
+    return cut(plan, problem, device, good) or (moved and cut(moved, problem, device, good))
 
 
 def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:

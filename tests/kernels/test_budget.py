@@ -11,6 +11,7 @@ from compiling import InParallel
 from hypothesis import strategies as st
 from planning import ARCHITECTURES, given, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 
+from fusednorm.host import derived
 from fusednorm.planner import budget
 from fusednorm.planner.device import A100, B200, H200, KNOWN
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan, PipelinedPlan, WarpSpecializedPlan
@@ -173,7 +174,7 @@ def test_compute_groups_get_what_the_producer_gives_away(num_groups, num_warps, 
     assert limit == registers
     plan = WarpSpecializedPlan(1, 4096, 1, 4, num_warps, 1, limit, False, num_groups=num_groups)
     threads = 32 * num_warps * num_groups
-    entry = budget.entry_registers(plan)
+    entry = derived.entry_registers(plan)
     assert entry % 8 == 0 and entry * (threads + 128) <= B200.registers_per_sm
     assert entry * (threads + 128) >= threads * limit + 128 * budget.PRODUCER_REGISTERS
 

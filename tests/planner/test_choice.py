@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from planning import given, make_gated, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
 
 from fusednorm.forms import FormSpec
+from fusednorm.host import derived
 from fusednorm.planner import budget, legality, limits
 from fusednorm.planner.candidates import candidates, chunkings, cluster_sizes, ways_to_copy
 from fusednorm.planner.choice import best_plan, choices, choose
@@ -286,7 +287,7 @@ def assert_runs(plan, problem, rows, device):
         assert plan.num_stages >= 2 or plan.by_threads or ctas == tiles, "one stage is for one tile"
     else:
         assert plan.num_stages >= 2 and plan.num_stages % plan.num_groups == 0 and plan.chunk >= plan.threads_per_row
-        assert 32 * warps * budget.entry_registers(plan) <= device.registers_per_sm
+        assert 32 * warps * derived.entry_registers(plan) <= device.registers_per_sm
 
 
 DTYPE_NAMES = st.sampled_from(["fp16", "bf16", "fp32", "fp64"])
