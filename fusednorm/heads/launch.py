@@ -138,7 +138,7 @@ def launches_of(
         last = partials_tile(problem.columns, acc_dtype.itemsize, dependent and 0 in of_it)
         picked = (tuple([some[at] for at in of_it]) for some in (partials, sums, _odd(ctas * problem.num_sums)))
         grid = triton.cdiv(problem.columns, last.cols), len(of_it)
-        operands, options = (*picked, problem.columns), options_of(last, problem.columns)
+        operands, options = (*picked, problem.columns), options_of(last, problem.columns, acc_dtype, dtype)
         launches.append(Launch(finalizer.finalize_several, grid, operands, None, last, options))
     return launches, parts
 

@@ -36,7 +36,8 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     by_sample = problem.by_sample and not problem.by_key
     cols = problem.cols if by_sample else problem.width
     tile = partials_tile(cols, problem.acc_dtype.itemsize, out.announces_end)
-    options, pieces = options_of(tile, cols), triton.cdiv(cols, tile.cols)
+    written = problem.wants_dw and problem.weight_dtype, problem.wants_db and problem.bias_dtype, *problem.sums_out
+    options, pieces = options_of(tile, cols, problem.acc_dtype, *written), triton.cdiv(cols, tile.cols)
     if by_sample:
         of_parameters = [(out.dw_partial, out.dw), (out.db_partial, out.db)]
         sums = [SampleSum(*each, OF_ALL_SAMPLES) for each in of_parameters if all(each)] + list(out.sums)
@@ -48,11 +49,11 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     return Launch(finalizer.finalize, (pieces * (problem.wants_dw + problem.wants_db),), args, norm, tile, options)
 
 
-def options_of(tile: PartialsTile, cols: int) -> dict[str, Any]:
-    """The compiler's. By itself it would take few registers for loads of 16 bytes, and wait for some of these before it
-    begins others."""
-    options = {"launch_pdl": True} if tile.dependent else {}
-    return options | ({"maxnreg": limits.partial_registers} if cols % 4 == 0 else {})
+def options_of(tile: PartialsTile, cols: int, *dtypes: torch.dtype | bool | None) -> dict[str, Any]:
+    """The compiler's, for partials and sums of these dtypes, or not wanted. By itself it would take few registers for
+    loads of four columns, and wait for some of these before it begins others. Float64 would spill."""
+    of_four = cols % 4 == 0 and all(each.itemsize <= 4 for each in dtypes if each)
+    return ({"launch_pdl": True} if tile.dependent else {}) | ({"maxnreg": limits.partial_registers} if of_four else {})
 
 
 @functools.cache
