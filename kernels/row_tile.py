@@ -60,7 +60,7 @@ def row_layout(tile):
 
 @gluon.constexpr_function
 def numbers_layout(tile):
-    """Layout of numbers of which every CTA of a cluster has all."""
+    """The layout of numbers. Each CTA of a cluster has all of them."""
     return gl.BlockedLayout([1], [32], [tile.num_warps], [0], cga_layout=cluster_bases(tile, 1, None))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from ..planner import budget, limits
 from ..planner.device import DeviceSpec
 from ..planner.norm_problem import NormProblem
@@ -53,6 +55,13 @@ def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: De
     """Those of a backward, which let all CTAs of an SM be resident."""
     limit = budget.register_limit(plan.ctas_per_sm * budget.WARP_SIZE * plan.num_warps, device)
     return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
+
+
+def partial_registers(cols: int, *dtypes: torch.dtype | bool | None) -> int | None:
+    """Registers (maxnreg) of a launch that adds up partials. The dtypes are those of partials and sums, false if not
+    wanted."""
+    widest = max(each.itemsize for each in dtypes if each)
+    return limits.value_of(limits.partial_registers, {"cols": cols, "widest": widest})
 
 
 def piece_of_partials(cols: int, itemsize: int) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from ..kernels.config import PartialsTile
 from ..operands import OWN_OUTPUTS, Role
 from ..planner import limits
 from ..problem.calls import Added, BackwardCall
-from .derived import piece_of_partials
+from .derived import partial_registers, piece_of_partials
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace
 from .schedules import OF_ALL_SAMPLES, SampleSum, Written
@@ -50,10 +50,9 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
 
 
 def options_of(tile: PartialsTile, cols: int, *dtypes: torch.dtype | bool | None) -> dict[str, Any]:
-    """The compiler's, for partials and sums of these dtypes, or not wanted. By itself it would take few registers for
-    loads of four columns, and wait for some of these before it begins others. Float64 would spill."""
-    of_four = cols % 4 == 0 and all(each.itemsize <= 4 for each in dtypes if each)
-    return ({"launch_pdl": True} if tile.dependent else {}) | ({"maxnreg": limits.partial_registers} if of_four else {})
+    """The compiler's."""
+    registers = partial_registers(cols, *dtypes)
+    return ({"launch_pdl": True} if tile.dependent else {}) | ({"maxnreg": registers} if registers else {})
 
 
 @functools.cache

@@ -187,11 +187,9 @@ def _first_within_budget(plans: Iterable[Plan], problem: NormProblem, device: De
 
 
 def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: bool) -> MultiWavePlan | None:
-    """Rows in registers, with the least padding, then with forwards' wanted number of elements per load, or the largest
-    chunk. Threads load at least 8 bytes at once; those that own columns have 16 bytes of every row."""
+    """Rows in registers, with the least padding, then a forward's wanted elements per load, or the largest chunk."""
     rows, warps, threads = tile.rows_per_tile, tile.num_warps, 32 * tile.num_warps
-    itemsize, narrowest = problem.x_dtype.itemsize, min(each.itemsize for each in problem.large[0])
-    ctas = 1 if tile.short_lived else tile.ctas_per_sm
+    itemsize, ctas = problem.x_dtype.itemsize, 1 if tile.short_lived else tile.ctas_per_sm
     if rows * problem.cols > budget.MAX_REGISTERS * threads or threads * ctas > device.max_threads_per_sm:
         return None
     owns = good and limits.value_of(limits.owns_columns, problem.quantities, {"rows": rows, "num_warps": warps})
@@ -200,7 +198,7 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     found = sorted(
         (chunk * num_chunks, problem.is_forward and abs(math.log2(rows * chunk / threads / at_once)), num_chunks, chunk)
         for chunk, num_chunks in chunkings(problem.cols, limits.min_chunk, limits.max_chunks)
-        if rows * chunk * itemsize >= 8 * threads and (not owns or chunk * narrowest >= 16 * threads)
+        if rows * chunk * itemsize >= 8 * threads and (not owns or problem.owns_columns(chunk, warps))
     )
     plans = (MultiWavePlan(rows, chunk, count, warps, ctas, limit, tile.short_lived) for *_, count, chunk in found)
     plan = _first_within_budget(plans, problem, device, True)

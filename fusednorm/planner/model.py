@@ -89,8 +89,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     # A tile in registers is loaded while another is computed on, if the CTA has another.
     boxes, stages = 0.0, 1 if plan.short_lived else 2
     # Chunks, times the warps that have a part of each column's sum; eight rows that a thread adds up count as one.
-    narrowest = min(each.itemsize for each in problem.large[0])  # the compiler gives a thread 16 bytes of these rows
-    owns = plan.by_columns or plan.rows_per_tile == 1 or plan.chunk * narrowest >= 512 * plan.num_warps
+    owns = plan.by_columns or plan.rows_per_tile == 1 or problem.owns_columns(plan.chunk, plan.num_warps)
     merged = 0 if owns else plan.num_chunks * plan.num_warps
     if is_ring:
         box, stages = plan.box_columns(problem.cols), plan.num_stages

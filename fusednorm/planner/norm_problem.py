@@ -115,8 +115,11 @@ class NormProblem:
         """Dtypes of the tensors with a row for each row of x that a call reads, and of those that it writes."""
         rows_in = [of for at, of in enumerate(self.rows_in) if not (self.tables and self.names_in[at] in self.tables)]
         read = self.x_dtype, self.grad_dtype, self.residual_dtype, *rows_in
-        written = *self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows
-        return tuple([each for each in read if each]), written
+        return tuple(filter(None, read)), (*self.rows_out, *[self.y_dtype or self.x_dtype] * self.writes_rows)
+
+    def owns_columns(self, chunk: int, num_warps: int) -> bool:
+        """Whether the threads have different columns of a chunk: the compiler gives each 16 bytes of the narrowest."""
+        return chunk * min(each.itemsize for each in self.large[0]) >= 512 * num_warps
 
     @cached_property
     def traffic(self) -> tuple[int, int, int, int]:

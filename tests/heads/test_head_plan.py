@@ -94,6 +94,8 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
         ({"cols": 64, "rotary": 64}, "narrow_async"),
         ({"cols": 64, "rotary": 0, "norm": "layer"}, "narrow_async"),
         ({"cols": 64, "rotary": 0}, "narrow_async"),
+        ({"cols": 96, "rotary": 0}, "narrow"),
+        ({"cols": 96, "rotary": 0, "norm": "layer"}, "narrow_async"),
         ({"norm_first": False}, "narrow_async"),
         ({"rotary": 64}, "narrow"),
         ({"cols": 96, "rotary": 96}, "narrow"),

@@ -49,7 +49,7 @@ OF_16_BITS = [
     HeadCase(cols=64, rotary=64, tokens=70, dtype=BF16, table_dtype=BF16, norm_first=False, interleaved=True),
     HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, norm_first=False, table_dims="BS"),
     HeadCase(cols=64, tokens=70, dtype=BF16, norm="layer"),
-    HeadCase(cols=96, tokens=40, dtype=BF16),
+    HeadCase(cols=96, tokens=40, dtype=BF16, norm="layer"),
     HeadCase(cols=256, tokens=7, norm="layer", dtype=FP16, weight_dtype=FP32, weight_offset=1.0),
     HeadCase(cols=512, tokens=3, norm="layer", dtype=BF16, weights=False),
 ]
