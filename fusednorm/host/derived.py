@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -57,6 +58,7 @@ def column_pass_registers(plan: ColumnTilePlan, problem: NormProblem, device: De
     return limits.value_of(limits.column_pass_registers, problem.quantities, vars(device) | {"limit": limit})
 
 
+@functools.cache
 def partial_registers(cols: int, *dtypes: torch.dtype | bool | None) -> int | None:
     """Registers (maxnreg) of a launch that adds up partials. The dtypes are those of partials and sums, false if not
     wanted."""
