@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,17 @@ def test_a_way_that_takes_too_long_is_stopped():
     with pytest.raises(TimeoutError, match="took more than the 0 s"), measure.limited(0.05):
         time.sleep(10)
     time.sleep(0.1)
+
+
+def test_the_last_way_has_all_the_time_that_is_left(monkeypatch):
+    given = []
+    monkeypatch.setattr(measure, "limited", lambda seconds: given.append(round(seconds)) or nullcontext())
+    monkeypatch.setattr(measure, "make_way", lambda *_: SimpleNamespace(report=None, norms=[]))
+    parts = {"kept_errors": lambda runner: nullcontext(), "gradients": lambda way: None, "forget": lambda: None}
+    runners = [measure.Runner(name) for name in EAGER[:2]]
+    task = SimpleNamespace(model="llama", compile_seconds=100)
+    measure.Zoo.prepare(SimpleNamespace(task=task, runners=runners, spec=None, stock=None, batches=[None], **parts))
+    assert given == [60, 100]
 
 
 def test_records_of_other_code_or_of_some_ways_do_not_stand_for_a_run(tmp_path):
