@@ -361,9 +361,9 @@ def test_explain_of_a_modulated_norm_is_of_calls_with_as_many_rows_to_a_sample()
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_explain_and_plan_know_modulations_in_another_dtype_than_x(capsys, direction):
-    x = torch.empty(4608, 3072, dtype=torch.bfloat16, device="meta")
+    x, weight, bias = (torch.empty(*shape, 3072, dtype=torch.bfloat16, device="meta") for shape in ((4608,), (), ()))
     asked = {"form": "modulated", "direction": direction, "device": H200, "modulation_dtype": torch.float32}
-    found = explain(x, (3072,), **asked)
+    found = explain(x, (3072,), weight, bias, sample_rows=1152, **asked)
     assert set(found.problem.shared) == {torch.float32} and found.problem.x_dtype == torch.bfloat16
     told = ["--form", "modulated", "--pass", direction, "--modulation-dtype", "fp32", "--sample-rows", "1152"]
     assert main(["plan", *told, "--cols", "3072", "--rows", "4608", "--device", "H200", "--json"]) == 0
