@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fusednorm
+from fusednorm.dtypes import accumulation_dtype
 from fusednorm.host import fallback, native, prepared
 from fusednorm.operands import BY_INDEX, OPS, Role
 
@@ -191,9 +192,11 @@ def _formula_by_index(call: Call, arguments: dict[str, Any]) -> tuple[Wide | Non
     given = {name: each for name, each in arguments.items() if name != "row_index"} | rows
     found = list(formula(replace(call, op=op), given))
     members = [(index.flatten() == number).nonzero()[:, 0] for number in range(TABLE_ROWS)]
+    acc = accumulation_dtype(*(arguments[name].dtype for name in ("x", "branch") if arguments.get(name) is not None))
     for at, output in enumerate(OPS[op].outputs):
         if output.role is Role.MODULATION and found[at] is not None:
-            of_rows, table = found[at].reshape(index.numel(), -1), tables[output.like]
+            table = tables[output.like]
+            of_rows = found[at].to(acc).reshape(index.numel(), call.cols)
             sums = [of_rows.index_select(0, of_number).sum(0) for of_number in members]
             sums += [of_rows[:0].sum(0)] * (len(table) - TABLE_ROWS)
             found[at] = torch.stack(sums).to(table.dtype).reshape(table.shape)

@@ -40,11 +40,15 @@ def test_calls_of_every_op_are_within_their_bounds(op):
     assert findings and all(each.excess <= 1 for each in findings), findings
 
 
-ONE_ROW = {"shape": (3, 40), "normalized_ndim": 1, "mode": "plain", "variant": None, "setting": None}
+FEW_ROWS = {"shape": (9, 40), "normalized_ndim": 1, "mode": "plain", "variant": None, "setting": None}
 TYPES = {"x": torch.bfloat16, "gate": torch.float64, "weight": None, "bias": torch.float32}
 FOUND: dict[str, list[dict]] = {  # what calls once were outside of their bounds for
     "layer_norm_bwd_modulated": [
         {"grad_out": torch.float64, "bias": torch.float64}, {"output_mask": [True] * 7, "dx_dtype": torch.float64},
+    ],
+    "rms_norm_bwd_modulated_by_index": [
+        {"row_index": torch.int32, "grad_out": torch.float64, "shift": torch.float64},
+        {"output_mask": [True, True, False, True, True, False, False], "dx_dtype": torch.float16},
     ],
     "layer_norm_fwd_times_gate": [TYPES, {"rounds_x_hat": True, "y_dtype": torch.float64, "groups": 4}],
 }
@@ -52,13 +56,19 @@ FOUND: dict[str, list[dict]] = {  # what calls once were outside of their bounds
 
 @pytest.mark.parametrize("op", FOUND)
 def test_formulas_round_as_kernels_do(op):
-    call, (dtypes, given) = small_call(op, **ONE_ROW), FOUND[op]
+    call, (dtypes, given) = small_call(op, **FEW_ROWS), FOUND[op]
     values = {name: "normal" for name in call.values}
     layouts = {name: "[M]" if name in ("mean", "rstd") else "contiguous" for name in call.layouts}
     of = {name: torch.float16 for name in call.dtypes} | dtypes
     call = replace(call, dtypes=of, values=values, layouts=layouts, given=call.given | {"eps": 1e-5} | given)
     with kernels_on("cpu"):
         assert all(each.excess <= 1 for each in check(call, "cpu").findings)
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
+def test_calls_with_tables_may_have_no_elements(shape):
+    call = small_call("rms_norm_bwd_modulated_by_index", **FEW_ROWS | {"shape": shape})
+    assert check(call, "cpu").findings
 
 
 def test_large_means_of_heads_are_judged_as_those_of_rows():
