@@ -33,6 +33,8 @@ from .problem.outputs import output_dtype, resolve_eps, shape_of, steps_of
 from .problem.rows import spread
 from .problem.validation import validate
 
+MOST_OF_SUM = 3072  # rows that ATen adds up by an index with the same bits in every run; of more, a GPU's bits change
+
 
 @torch.no_grad()
 def forward(call: ForwardCall) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -326,8 +328,9 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
     if operands.row_index is not None:
         index, is_there = _rows_of_table(modulation, operands)
         of_rows = torch.where(is_there, rows.reshape(*index.shape, math.prod(operands.normalized_shape)), 0)
-        sums = torch.ops.aten.embedding_dense_backward(of_rows, index, modulation.shape[0], -1, False)
-        return sums.reshape(modulation.shape)
+        parts = zip(of_rows.flatten(0, -2).split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
+        sums = [torch.ops.aten.embedding_dense_backward(*each, modulation.shape[0], -1, False) for each in parts]
+        return sum(sums[1:], sums[0]).reshape(modulation.shape)
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
 
 

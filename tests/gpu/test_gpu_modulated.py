@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from calls import skip_unless_memory
-from cases import BF16, EPS, FP16, FP32
+from cases import BF16, EPS, FP16, FP32, FP64
 from modulations import ALL, OUTPUTS, PORTABLE, SAMPLE, TOKEN, Modulated
 from tables import BACKWARDS, FORWARDS, Table
 
@@ -183,6 +183,7 @@ OF_TABLES = [
     Table("rms", "", 6144, 1152, size=1024, parameters=FP32, backward=True),
     Table("layer", "", 25200, 5120, size=1, backward=True),
     Table("layer", "_of_gated_sum", 1000, 6144, size=300, modulation=BF16, backward=True),
+    Table("rms", "_of_gated_sum", 1300, 394, size=6, dtype=FP32, modulation=FP64, backward=True),  # tensor code
 ]
 
 
