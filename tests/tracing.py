@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 
+from bench.graphs import errors
 from fusednorm.integrations import folding, rewriting, routing
 
 
@@ -69,6 +71,36 @@ def trace(model: Callable, stock: bool = False, join: str | Iterable[str] = "all
     backend = backend_of(traced, stock, join)
     traced.model = torch.compile(model, backend=backend, **{"fullgraph": True} | settings)
     return traced
+
+
+def results(model: Callable, given: list[Tensor]) -> list[Tensor]:
+    """The outputs, and the gradients of all that want one; zeros where there is none. Upstream are the same numbers in
+    every dtype."""
+    made = model(*given)
+    made = [made] if isinstance(made, Tensor) else made
+    torch.manual_seed(1)
+    dys = [torch.randn(each.shape).bfloat16().to(each.dtype) for each in made]
+    leaves = [each for each in given if each.requires_grad]
+    grads = torch.autograd.grad(made, leaves, dys, allow_unused=True, materialize_grads=True)
+    return [*(each.detach() for each in made), *grads]
+
+
+def assert_alike(traced: Callable, model: Callable, given: list[Tensor], atol: float = 1e-5, rtol: float = 1e-5):
+    """Both have the same results, which are returned."""
+    got, want = results(traced, given), results(model, given)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
+    return got, want
+
+
+def assert_as_exact(traced: Callable, model: Callable, given: list[Tensor], slack: float = 1e-6, wide=torch.float64):
+    """The results, which are returned, are as near to those in a wide dtype as the model's own."""
+    got, stock = results(traced, given), results(model, given)
+    exact = results(model, [each.detach().to(wide).requires_grad_(each.requires_grad) for each in given])
+    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
+        assert ours <= 1.05 * theirs + slack
+    assert [each.dtype for each in got] == [each.dtype for each in stock]
+    return got, stock
 
 
 def backend_of(traced: Traced, stock: bool = False, join: str | Iterable[str] = "all") -> Callable:

@@ -8,14 +8,13 @@ import re
 
 import pytest
 import torch
-from cases import BF16, FP32, FP64
+from cases import BF16, FP32
 from test_inductor import nothing_is_left  # noqa: F401
-from test_modulations import ops_in, results
+from test_modulations import ops_in
 from torch.nn import functional as F
-from tracing import cpu_as_cuda, trace  # noqa: F401
+from tracing import assert_alike, assert_as_exact, cpu_as_cuda, results, trace  # noqa: F401
 
 import fusednorm
-from bench.graphs import errors
 from fusednorm.integrations import inductor, joining
 from fusednorm.operands import OPS
 from fusednorm.planner.device import H200
@@ -98,9 +97,7 @@ def assert_is_one_op(traced, form):
 def test_norm_and_gate_are_one_op_in_both_directions(norm, form):
     model, given = of_slice(norm), operands()
     traced = trace(model, join="gated")
-    got, want = results(traced, given), results(model, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    got, want = assert_alike(traced, model, given, atol=1e-5, rtol=1e-4)
     assert [each.stride() for each in got] == [each.stride() for each in want]
     assert_is_one_op(traced, form)
     told = sorted((each.direction, each.form, each.taken, count) for each, count in inductor.report().items())
@@ -111,11 +108,7 @@ def test_norm_and_gate_are_one_op_in_both_directions(norm, form):
 def test_bfloat16_is_as_exact_as_it_was(norm, form):
     model, given = of_slice(norm), operands(BF16, tokens=1024)
     traced = trace(model, join="gated")
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
-    assert [each.dtype for each in got] == [each.dtype for each in stock]
+    assert_as_exact(traced, model, given)
     assert_is_one_op(traced, form)
 
 
@@ -138,8 +131,7 @@ def test_one_graph_serves_any_number_of_rows_and_samples():
         for each in given[:2]:
             for dim in range(2):
                 torch._dynamo.mark_dynamic(each, dim)
-        for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        assert_alike(traced, model, given, atol=1e-5, rtol=1e-4)
     assert_is_one_op(traced, "of_gated")
 
 
@@ -198,8 +190,7 @@ OTHERS = [other_activation, by_row, used_twice, written_over, no_groups]
 def test_other_code_stays_as_it_is(other):
     model, given = of_slice(other), operands()
     traced = trace(model, join="gated")
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    assert_alike(traced, model, given, atol=1e-5, rtol=1e-4)
     assert not any("gate" in name for name in ops_in(traced.forward) + ops_in(traced.backward))
 
 

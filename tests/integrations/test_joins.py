@@ -7,14 +7,13 @@ import pytest
 import torch
 from test_gates_in_graphs import mamba2, qwen3_next
 from test_inductor import nothing_is_left  # noqa: F401
-from test_modulations import C, dit, gated_sum, ops_in, results
+from test_modulations import C, dit, gated_sum, ops_in
 from test_rotations import attention
 from test_rotations import operands as heads
-from test_rotations import results as rotated_results
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tracing import Traced, backend_of, cpu_as_cuda, trace  # noqa: F401
+from tracing import Traced, backend_of, cpu_as_cuda, results, trace  # noqa: F401
 
 import fusednorm
 from fusednorm.integrations import gathering, inductor
@@ -141,7 +140,7 @@ def test_a_norm_of_heads_may_be_beside_a_joined_one():
     """AOTAutograd may say of a backward that it is that of the op behind its own."""
     given = [*heads(), *(torch.randn(shape, requires_grad=True) for shape in ((2, 6, C), (2, 1, C)))]
     traced = trace(beside_rotations)
-    check(rotated_results(traced, given), rotated_results(beside_rotations, given))
+    check(results(traced, given), results(beside_rotations, given))
     assert {*ran(traced)[:2]} == {"fusednorm.head_norm_fwd", "fusednorm.layer_norm_fwd_modulated"}
     assert {*ran(traced)[2:]} == {"fusednorm.head_norm_bwd", "fusednorm.layer_norm_bwd_modulated"}
     assert {entry.form: entry.taken for entry in inductor.report()} == {"rotated": True, "modulated": True}

@@ -10,9 +10,8 @@ from cases import BF16, FP32, FP64
 from test_inductor import nothing_is_left  # noqa: F401
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tracing import calls, cpu_as_cuda, trace  # noqa: F401
+from tracing import assert_alike, assert_as_exact, calls, cpu_as_cuda, results, trace  # noqa: F401
 
-from bench.graphs import errors
 from fusednorm.integrations import inductor, joining
 from fusednorm.operands import OPS
 from fusednorm.planner.device import H200
@@ -123,19 +122,9 @@ def operands(dtype=FP32, of=FP32, tokens=6, samples=2):
     return [each.requires_grad_() for each in (*rows, *modulations, torch.randn(C).to(dtype))]
 
 
-def results(function, given):
-    """The outputs, and all gradients; zeros where there is none."""
-    outputs = function(*given)
-    torch.manual_seed(1)
-    dys = [torch.randn(each.shape, dtype=FP64).to(each.dtype) for each in outputs]
-    grads = torch.autograd.grad(outputs, given, dys, allow_unused=True)
-    return [*(each.detach() for each in outputs), *(g if g is not None else g_of * 0 for g, g_of in zip(grads, given))]  # noqa: B905
-
-
 def assert_computes(traced, model, given):
     """The outputs and gradients of the model."""
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_alike(traced, model, given, atol=1e-4, rtol=1e-4)
 
 
 def ops_in(graph):
@@ -161,9 +150,7 @@ def every_way() -> list:
 def test_norm_modulation_and_sum_are_one_op_in_both_directions(norm, written, of, summed):
     model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands()
     traced = trace(model, join="modulated")
-    got, want = results(traced, given), results(model, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    got, want = assert_alike(traced, model, given, atol=1e-4, rtol=1e-4)
     assert [each.stride() for each in got] == [each.stride() for each in want]
     assert_is_one_op(traced, norm, of)
     form = f"{of.strip()} modulated".strip().replace("_", " ")
@@ -179,11 +166,8 @@ def test_bfloat16_is_as_exact_as_it_was(norm, summed, of):
     summed = gated_sum_of_wan if summed is gated_sum and of == FP32 else summed
     model, given = functools.partial(block, norm=norm, written=written, summed=summed), operands(BF16, of, tokens=64)
     traced = trace(model, join="modulated")
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
-    assert [each.dtype for each in got] == [each.dtype for each in stock] and len(ops_in(traced.forward)) == 1
+    assert_as_exact(traced, model, given)
+    assert len(ops_in(traced.forward)) == 1
 
 
 @pytest.mark.parametrize("written", [*WRITTEN, *MORE], ids=lambda each: each.__name__)
@@ -248,9 +232,7 @@ def stream(x, residual, scale, shift, gate, weight):
 @pytest.mark.parametrize("around", [stream, lambda *given: checkpoint(stream, *given, use_reentrant=False)])
 def test_a_stream_of_blocks_trains_as_before(around):
     traced, given = trace(around, join="modulated"), operands(FP64)
-    got, want = results(traced, given), results(stream, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    got, want = assert_alike(traced, stream, given)
     assert len([name for name in ops_in(traced.backward) if "bwd" in name]) == 4
 
 
@@ -331,8 +313,7 @@ def test_other_code_stays_as_it_is(other):
 def test_a_result_may_be_narrower():
     model, given = functools.partial(block, written=narrowed), operands()
     traced = trace(model, join="modulated")
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-3)
+    assert_alike(traced, model, given, atol=2e-2, rtol=2e-3)
 
 
 def watched(x, residual, scale, shift, gate, weight):
@@ -441,9 +422,7 @@ def stream_behind(x, residual, scale, shift, gate, weight, written=lumina, norm=
 def test_a_gated_residual_behind_a_norm_is_joined_too(written, norm):
     model, given = functools.partial(stream_behind, written=written, norm=norm), operands()
     traced = trace(model, join="modulated")
-    got, want = results(traced, given), results(model, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    got, want = assert_alike(traced, model, given, atol=1e-4, rtol=1e-4)
     assert [each.stride() for each in got] == [each.stride() for each in want]
     kind = "rms" if norm is rms_by_hand else "layer"
     behind, before = f"fusednorm.{kind}_norm_fwd_modulated_plus_residual", "fusednorm.layer_norm_fwd_modulated"
@@ -455,7 +434,4 @@ def test_a_gated_residual_behind_a_norm_is_joined_too(written, norm):
 @pytest.mark.parametrize("written", [lumina, without_tanh], ids=lambda each: each.__name__)
 def test_bfloat16_behind_a_norm_is_as_exact_as_it_was(written):
     model, given = functools.partial(stream_behind, written=written), operands(BF16, BF16, tokens=64)
-    got, stock = results(trace(model, join="modulated"), given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_() for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
+    assert_as_exact(trace(model, join="modulated"), model, given)

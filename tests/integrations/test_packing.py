@@ -6,14 +6,13 @@ import functools
 
 import pytest
 import torch
-from cases import BF16, FP32, FP64
+from cases import BF16, FP32
 from test_inductor import nothing_is_left  # noqa: F401
 from test_rotations import layer, layer_of_torch, of_torch, one_plus_weight, rms, rotated_first, turn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tracing import calls, cpu_as_cuda, trace  # noqa: F401
+from tracing import assert_alike, assert_as_exact, calls, cpu_as_cuda, trace  # noqa: F401
 
-from bench.graphs import errors
 from fusednorm.integrations import inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda", "nothing_is_left")
@@ -81,21 +80,6 @@ def parts_of(x, of_qkv, of_q, of_k, way=split, norm=of_torch, heads_first=False)
     return norm(q, of_q), norm(k, of_k), v
 
 
-def trained(model, given):
-    """Results, and all gradients."""
-    made = model(*given)
-    made = made if isinstance(made, tuple) else (made,)
-    torch.manual_seed(1)
-    dys = [torch.randn(each.shape, dtype=each.dtype) for each in made]
-    leaves = [each for each in given if each.requires_grad]
-    return [*(each.detach() for each in made), *torch.autograd.grad(made, leaves, dys)]
-
-
-def assert_alike(traced, model, given, **tolerance):
-    for got, want in zip(trained(traced, given), trained(model, given), strict=True):
-        torch.testing.assert_close(got, want, **{"atol": 1e-5, "rtol": 1e-4} | tolerance)
-
-
 LEFT_OVERS = "aten.cat", "aten.slice_scatter", "aten.select_scatter", "aten.clone", "aten.rsqrt"
 
 
@@ -133,11 +117,8 @@ def test_v_may_have_no_heads():
 def test_torchs_norms_and_those_by_hand_are_as_exact_as_they_were(norm, dtype):
     model, given = functools.partial(parts_of, norm=norm), operands(dtype=dtype)
     traced = trace(model, join="packed")
-    got, stock = trained(traced, given), trained(model, given)
-    exact = trained(model, [each.detach().to(FP64).requires_grad_() for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
-    assert [each.dtype for each in got] == [each.dtype for each in stock] and joined(traced) == (1, 1)
+    assert_as_exact(traced, model, given)
+    assert joined(traced) == (1, 1)
 
 
 @pytest.mark.parametrize("way", [unbound, stacked], ids=lambda each: each.__name__)

@@ -9,15 +9,14 @@ import functools
 import hf_models
 import pytest
 import torch
-from cases import BF16, FP32, FP64
+from cases import BF16, FP32
 from test_inductor import nothing_is_left  # noqa: F401
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tracing import calls, cpu_as_cuda, trace  # noqa: F401
+from tracing import assert_alike, assert_as_exact, calls, cpu_as_cuda, results, trace  # noqa: F401
 
 import fusednorm
-from bench.graphs import errors
 from fusednorm.integrations import inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda", "nothing_is_left")
@@ -163,15 +162,6 @@ def operands_of_all_heads(*args, **named):
     return [*both, *weights, cos, sin]
 
 
-def results(function, given):
-    """Of q and k, and all gradients."""
-    outputs = function(*given)
-    torch.manual_seed(1)
-    dys = [torch.randn(each.shape, dtype=each.dtype) for each in outputs]
-    leaves = [each for each in given if each.requires_grad]
-    return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, dys)]
-
-
 def joined(traced):
     return len(calls(traced.forward, "fusednorm.head_norm_fwd")), len(calls(traced.backward, "fusednorm.head_norm_bwd"))
 
@@ -181,9 +171,7 @@ def joined(traced):
 def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
     model, given = functools.partial(attention, norm=norm, swaps=swaps, each=swaps == "before"), operands()
     traced = trace(model)
-    got, want = results(traced, given), results(model, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    got, want = assert_alike(traced, model, given)
     assert [each.stride() for each in got[:2]] == [each.stride() for each in want[:2]]
     assert joined(traced) == (1, 1)
     told = sorted((entry.direction, entry.form, entry.taken, count) for entry, count in inductor.report().items())
@@ -196,9 +184,7 @@ def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
 def test_a_rotation_may_come_before_the_norm(norm, swaps):
     model, given = functools.partial(rotated_first, norm=norm, swaps=swaps), operands()
     traced = trace(model)
-    got, want = results(traced, given), results(model, given)
-    for ours, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    got, want = assert_alike(traced, model, given)
     assert [each.stride() for each in got[:2]] == [each.stride() for each in want[:2]]
     assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.rsqrt")
     (op,) = calls(traced.forward, "fusednorm.head_norm_fwd")
@@ -212,11 +198,7 @@ def test_a_norm_may_be_one_over_all_heads(turn, norm, swaps, of_k):
     model = functools.partial(of_all_heads, norm=norm, turn=turn, swaps=swaps)
     given = operands_of_all_heads(BF16, of_k=of_k)
     traced = trace(model)
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
-    assert [each.dtype for each in got] == [each.dtype for each in stock]
+    got, stock = assert_as_exact(traced, model, given)
     assert of_k == 1 or [each.stride() for each in got] == [each.stride() for each in stock]
     assert joined(traced) == (1, 1)
     told = [(e.direction, e.form, e.taken) for e, count in inductor.report().items() for _ in range(count)]
@@ -245,8 +227,7 @@ def test_other_norms_over_all_heads_stay_apart(model):
     traced, given = trace(model), operands_of_all_heads()
     for weight in given[2:4]:
         weight.requires_grad_(model is not without_weights)
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (0, 0)
 
 
@@ -257,8 +238,7 @@ def test_any_dim_of_the_tables_may_vary(attention, turn):
     for table in given[4:]:
         torch._dynamo.maybe_mark_dynamic(table, [0, 1, 2])
     traced = trace(model)
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
 
 
 LEFT_OVERS = "aten.rsqrt", "aten.cat", "aten.mul.Tensor", "fusednorm.rms_norm_bwd", "fusednorm.layer_norm_bwd"
@@ -273,20 +253,15 @@ def test_bfloat16_is_as_exact_as_it_was(case, attention):
     model = functools.partial(attention, turn=turn_in_part if case.get("columns") else turn)
     given = operands(BF16, **case)
     traced = trace(model)
-    got, stock = results(traced, given), results(model, given)
-    wide = [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given]
-    exact = results(model, wide)
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs
-    assert [each.dtype for each in got] == [each.dtype for each in stock] and joined(traced) == (1, 1)
+    assert_as_exact(traced, model, given, slack=0)
+    assert joined(traced) == (1, 1)
 
 
 @pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
 def test_k_may_have_one_head(swaps):
     model, given = functools.partial(attention, swaps=swaps), operands(of_k=1)
     traced = trace(model)
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (1, 1)
 
 
@@ -307,8 +282,7 @@ def test_tables_may_have_fewer_dims_than_what_they_rotate(dims, swaps):
         return tuple(turn(each, cos, sin) for each in normalized)
 
     traced, given = trace(model), [q, k, *others[2:], cos, sin]
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    assert_alike(traced, model, given, atol=1e-4, rtol=1e-5)
     assert joined(traced) == (1, 1)
 
 
@@ -323,8 +297,7 @@ def test_results_go_to_the_device_that_the_model_moves_them_to():
 
 def test_all_columns_may_be_rotated_in_part():
     traced, given = trace(functools.partial(attention, turn=turn_in_part)), operands()
-    for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, attention, given)
     assert joined(traced) == (1, 1)
 
 
@@ -335,8 +308,7 @@ def test_one_graph_serves_any_number_of_tokens():
         for each, dim in zip(given, (1, 1, None, None, 1, 1), strict=True):
             if dim:
                 torch._dynamo.mark_dynamic(each, dim)
-        for ours, theirs in zip(results(traced, given), results(attention, given), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        assert_alike(traced, attention, given)
     assert joined(traced) == (1, 1)
 
 
@@ -348,8 +320,7 @@ def test_a_norm_over_a_width_that_varies_stays_as_it_is():
     traced, given = trace(model), operands()
     for each in given:
         torch._dynamo.mark_dynamic(each, each.dim() - 1)
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (0, 0)
 
 
@@ -360,8 +331,7 @@ def test_slices_of_one_projection_are_read_in_place():
     _, _, *others = operands()
     given = [torch.randn(2, 6, size * D).requires_grad_() for size in (6, 8)] + others
     traced = trace(of_slices)
-    for ours, theirs in zip(results(traced, given), results(of_slices, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, of_slices, given)
     assert joined(traced) == (1, 1) and not calls(traced.forward, "aten.clone")
 
 
@@ -371,8 +341,7 @@ def test_a_norm_of_what_was_rotated_is_found_too():
         return rms(q, given[2]), k
 
     traced, given = trace(again), operands()
-    for ours, theirs in zip(results(traced, given), results(again, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, again, given)
     assert joined(traced) == (1, 1)
 
 
@@ -392,10 +361,7 @@ def checkpointed(*given, swaps):
 def test_results_may_be_written_and_made_anew(model, swaps):
     model, given = functools.partial(model, swaps=swaps), operands(BF16)
     traced = trace(model)
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs
+    assert_as_exact(traced, model, given, slack=0)
     assert joined(traced) == (1, 1)
 
 
@@ -409,10 +375,7 @@ UNBOUND = [turn_pairs, turn_unbound_halves, turn_stored_pairs]
 def test_pairs_and_halves_that_a_view_has_are_found(way, swaps, norm):
     model, given = functools.partial(attention, turn=way, swaps=swaps, norm=norm), operands(BF16, table_dtype=FP32)
     traced = trace(model, join="rotary")
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP32).requires_grad_(each.requires_grad) for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-5
+    assert_as_exact(traced, model, given, slack=1e-5, wide=FP32)
     assert joined(traced) == (1, 1)
 
 
@@ -422,10 +385,7 @@ def test_pairs_and_halves_that_a_view_has_are_found(way, swaps, norm):
 def test_every_way_to_write_it_is_found(way, attention, dtype):
     model, given = functools.partial(attention, turn=way, swaps="before"), operands(dtype, table_dtype=dtype)
     traced = trace(model)
-    got, stock = results(traced, given), results(model, given)
-    exact = results(model, [each.detach().to(FP64).requires_grad_(each.requires_grad) for each in given])
-    for ours, theirs in zip(errors(got, exact), errors(stock, exact), strict=True):
-        assert ours <= 1.05 * theirs + 1e-6
+    assert_as_exact(traced, model, given)
     assert joined(traced) == (1, 1)
 
 
@@ -435,8 +395,7 @@ def test_dims_may_be_named():
         return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
     traced, given = trace(model), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (1, 1)
 
 
@@ -547,8 +506,7 @@ def test_other_code_stays_as_it_is(other):
     model, given = functools.partial(attention, turn=other), operands()
     given[4].requires_grad_(other is trained)
     traced = trace(model, join="all")
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (0, 0)
 
 
@@ -579,8 +537,7 @@ APART = [tables_of_k, norm_of_k, k_of_q, turned_is_a_result]
 @pytest.mark.parametrize("model", APART, ids=lambda model: model.__name__)
 def test_unlike_ones_stay_apart(model):
     traced, given = trace(model), operands()
-    for ours, theirs in zip(results(traced, given), results(model, given), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_alike(traced, model, given)
     assert joined(traced) == (0, 0)
 
 
