@@ -233,7 +233,7 @@ MODELS: dict[str, Model] = {
                "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     ),
     "qwen3_next": Model(
-        "Qwen3-Next 80B", CAUSAL, "Qwen3NextConfig", 48, vocabulary=151936, batch=32, length=256, alone=True,
+        "Qwen3-Next 80B", CAUSAL, "Qwen3NextConfig", 48, vocabulary=151936, batch=8, length=1024, alone=True,
         types=("linear_attention", "full_attention"),
         tiny=TINY | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 8,
                      "num_experts_per_tok": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -242,8 +242,7 @@ MODELS: dict[str, Model] = {
                "num_experts": 64, "num_experts_per_tok": 10},
         reduced="64 of 512 experts, as on one of eight GPUs with expert parallelism, and one layer of linear attention"
                 " beside one of attention where the whole model has three; the linear attention is transformers' own of"
-                " plain torch ops, whose loop over chunks of 64 tokens is compiled as a chain, for minutes if texts are"
-                " long, so that 32 x 256 tokens stand for 2 x 4096",
+                " plain torch ops, whose loop over chunks of a text takes eight minutes to compile for 4096 tokens",
     ),
     "gpt_oss": Model(
         "gpt-oss 20B", CAUSAL, "GptOssConfig", 24, vocabulary=201088, attention="eager", batch=8, length=1024,
