@@ -4,7 +4,9 @@ kernels in the interpreter."""
 
 from __future__ import annotations
 
+import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +21,7 @@ from fusednorm import force
 from fusednorm.columns import plan as column_plan
 from fusednorm.host import fallback
 from fusednorm.host.kernel_devices import kernels_on
-from fusednorm.planner import choice
+from fusednorm.planner import choice, table
 from fusednorm.planner.device import A100, B200, H200
 from fusednorm.tools.doctor import check_fallbacks
 
@@ -145,10 +147,25 @@ def triton(monkeypatch):
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    """Plans are for an H200. Its kernels order dependent launches by PTX, which the interpreter lacks: patched out."""
+    """Plans are for an H200, by rings wherever its table knows one. Its kernels order dependent launches by PTX, which
+    the interpreter lacks: patched out."""
+
+    def of_rings(line: str) -> str:
+        cols, plans, *_ = json.loads(line)
+        rings = [text for _, text in plans if text.startswith("Pipelined")]
+        return json.dumps([cols, [[None, (rings or [plans[-1][1]])[0]]]])
+
+    def with_rings(known: table.Table) -> table.Table:
+        return replace(known, lines={key: {cols: of_rings(at[cols]) for cols in at} for key, at in known.lines.items()})
+
+    tables = tuple(map(with_rings, table.shipped()))
+    monkeypatch.setattr(table, "shipped", lambda: tables)
+    choice.choices.cache_clear()
     monkeypatch.setattr(gpus, "spec_of", lambda device: H200)
     monkeypatch.setattr(multiwave, "launch_dependents", lambda: None)
     monkeypatch.setattr(finalizer, "wait_for_prerequisites", lambda: None)
+    yield
+    choice.choices.cache_clear()
 
 
 def operands(norm="layer", rows=20, cols=40):
