@@ -209,7 +209,7 @@ class Clock:
     """In place of torch.cuda: only calls take time, each the longer the more often it was made."""
 
     def __init__(self):
-        self.us, self.said = 0.0, []
+        self.us, self.said, self.is_past = 0.0, [], itertools.repeat(False)
 
     def call(self, name: str, *took_us: float):
         each = iter(took_us)
@@ -219,6 +219,7 @@ class Clock:
         event = mock.MagicMock()
         event.record = lambda: setattr(event, "at", self.us)
         event.elapsed_time = lambda end: 1e-3 * (end.at - event.at)
+        event.query = lambda: next(self.is_past)
         return event
 
 
@@ -232,6 +233,17 @@ def test_calls_take_turns_behind_a_flush_and_their_first_time_does_not_count(mon
     names = [name for name in clock.said if name != "flush"]
     assert clock.said[::2] == ["flush"] * 2 * (1 + rounds) and "".join(names[:6]) == "abbaab"
     assert tune._in_turn({}, None) == {}
+
+
+def test_a_call_for_which_the_gpu_waited_is_made_again(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock.is_past = itertools.chain([False], itertools.cycle([True, False]))  # all but the first round's
+    a = clock.call("a", 5.0, *[90.0, 5.0] * tune.ROUNDS_IF_SHORT)
+    assert tune._in_turn({"a": a}, clock.call("flush", 70.0)) == {"a": 5.0}
+    clock.is_past = itertools.repeat(True)
+    assert tune._in_turn({"a": a}, clock.call("flush", 70.0)), "it ends where the host is always late"
 
 
 def test_a_process_says_each_task_that_it_has_built_and_goes_on_after_a_kernel_that_does_not_compile(monkeypatch):
