@@ -6,6 +6,9 @@ for two tiles: `ptx.await_copies` between the copies and the reads of x keeps th
 what is computed from it. So have cos and sin if h is turned, which takes them twice. All else has slots for one: a
 thread has read it before it starts the next copies.
 
+LayerNorm of what is turned has a power of two of columns, so that `sums_in_pairs` gives the exact mean of equal ones.
+Its loop reads cos and sin again where it turns dx, because registers are short.
+
 The sums over a row are those of du in place of du times rstd, so that one phase of shuffles adds up what the variance
 and the gradient need.
 """
@@ -16,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from . import ptx
 from .loads import load_parameter, number
 from .narrow import part_of_grid, pick, place, wide
-from .rowmath import inverse_std, quotient, widen
+from .rowmath import inverse_std, quotient, sums_in_pairs, widen
 
 VECTOR = gl.constexpr(8)  # elements of a slot
 
@@ -105,13 +108,15 @@ def fill(slots, nth: gl.constexpr, ptr, start, size, chunks: gl.constexpr, reuse
 
 
 @gluon.jit
-def read(slots, nth: gl.constexpr, dtype: gl.constexpr, chunks: gl.constexpr, tile: gl.constexpr):
+def read(
+    slots, nth: gl.constexpr, dtype: gl.constexpr, chunks: gl.constexpr, tile: gl.constexpr, again: gl.constexpr = False
+):
     """The chunks in the slots from the nth on, in float32."""
     found = ()
     layout: gl.constexpr = layout_of(tile, VECTOR.value)
     for c in gl.static_range(chunks):
         slot = slots + (nth + c) * ptx.slot_step(tile.num_warps)
-        found = found + (ptx.read_slot(gl.full([tile.rows, tile.chunk], 0, gl.int32, layout) + slot, dtype),)
+        found = found + (ptx.read_slot(gl.full([tile.rows, tile.chunk], 0, gl.int32, layout) + slot, dtype, again),)
     return found
 
 
@@ -134,10 +139,13 @@ def start_copies(
 
 
 @gluon.jit
-def turned(chunks, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, back: gl.constexpr, tile: gl.constexpr):
+def turned(
+    chunks, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, back: gl.constexpr, tile: gl.constexpr,
+    again: gl.constexpr = False,
+):  # fmt: skip
     """The chunks, turned by the tables in these slots."""
-    cos = read(of_tables, 0, cos_ptr.dtype.element_ty, tile.table_chunks, tile)
-    sin = read(of_tables, tile.table_chunks, sin_ptr.dtype.element_ty, tile.table_chunks, tile)
+    cos = read(of_tables, 0, cos_ptr.dtype.element_ty, tile.table_chunks, tile, again)
+    sin = read(of_tables, tile.table_chunks, sin_ptr.dtype.element_ty, tile.table_chunks, tile, again)
     if tile.per_pair:
         cos = cos + cos
         sin = sin + sin
@@ -264,7 +272,9 @@ def backward(
             total = h[0]
             for c in gl.static_range(1, tile.chunks):
                 total += h[c]
-            mean = gl.expand_dims(mean_of(gl.sum(total, axis=1), cols), 1)
+            if turns_h:  # no numbers of 16 bits, whose sums are exact if they are equal
+                total = sums_in_pairs(total, 3)
+            mean = gl.expand_dims(mean_of(of_rows(gl.sum(total, axis=1), tile), cols), 1)
             centered = ()
             for c in gl.static_range(tile.chunks):
                 centered = centered + (h[c] - mean,)
@@ -303,7 +313,7 @@ def backward(
             g = norm.form.upstream(scaled, widen(weight[c]), norm)
             dx = dx + (gradient(g, h[c], rstd, mean_gx, mean_g, norm),)
         if turns_h:
-            dx = turned(dx, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, True, tile)
+            dx = turned(dx, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, True, tile, norm.layer)
             of_tables = both_of_tables - of_tables
         for c in gl.static_range(tile.chunks):
             to = dx_ptr + start + columns(c, tile)

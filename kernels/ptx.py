@@ -124,18 +124,20 @@ def await_copies(but: gl.constexpr):
 
 
 @triton.constexpr_function
-def read_slot_ptx(dtype):
+def read_slot_ptx(dtype, again):
+    load = "ld.volatile.shared" if again else "ld.shared"
     low, high = "shl.b32 ${}, p{}, 16;", "and.b32 ${}, p{}, 0xffff0000;"
     if dtype == tl.float16:
         low, high = "mov.b32 {{h, g}}, p{1}; cvt.f32.f16 ${0}, h;", "cvt.f32.f16 ${0}, g;"
     gives = "".join(low.format(2 * i, i) + high.format(2 * i + 1, i) for i in range(4))
-    return f"{{ .reg .b32 p<4>; .reg .b16 h, g; ld.shared.v4.b32 {{p0, p1, p2, p3}}, [$8]; {gives} }}"
+    return f"{{ .reg .b32 p<4>; .reg .b16 h, g; {load}.v4.b32 {{p0, p1, p2, p3}}, [$8]; {gives} }}"
 
 
 @gluon.jit
-def read_slot(slot, dtype: gl.constexpr):
-    """The eight elements of this dtype in a slot, in float32. `slot` comes eight times."""
-    ptx: gl.constexpr = read_slot_ptx(dtype)
+def read_slot(slot, dtype: gl.constexpr, again: gl.constexpr = False):
+    """The eight elements of this dtype in a slot, in float32. `slot` comes eight times. What is read `again` is not
+    held in registers since it was read first."""
+    ptx: gl.constexpr = read_slot_ptx(dtype, again)
     constraints: gl.constexpr = "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r"
     return tl.inline_asm_elementwise(ptx, constraints, [slot], tl.float32, is_pure=False, pack=8)
 

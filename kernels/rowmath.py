@@ -74,6 +74,16 @@ def sums_equal_elements(dtype, acc, columns):
 
 
 @triton.jit
+def sums_in_pairs(x, times: tl.constexpr):
+    """Sums of 2**times adjacent columns each: pairs of columns, then pairs of these. That of equal elements is exact,
+    because each step doubles them."""
+    for _ in tl.static_range(times):
+        a, b = columns_of_pairs(x)
+        x = a + b
+    return x
+
+
+@triton.jit
 def quotient(total, count):
     """total / count with its rounding error taken away, which makes it c for a total of count * c. Triton's own
     division of float32 may be off by two ulps, and its correctly rounded one takes a call."""

@@ -112,14 +112,14 @@ def _shares(problem: HeadProblem) -> bool:
 
 def _copies(problem: HeadProblem) -> bool:
     """Whether the kernel is that of narrow_async.py, if a thread has 16 bytes of a chunk. LayerNorm of what is turned
-    has a mean that must be corrected. RMSNorm alone copies rows of those widths that ran on a GPU."""
+    needs the exact mean of equal elements. RMSNorm alone copies rows of those widths that ran on a GPU."""
     settings, turned = problem.settings, problem.turned
     as_a_whole = turned == problem.cols and not (settings.interleaved and problem.per_pair)
-    as_numbers = settings.norm_first or not settings.layer
+    exact_mean = settings.norm_first or not settings.layer or power_of_two(problem.cols) == problem.cols
     readable = problem.at_vectors and problem.wants_dx and problem.together == 1
     some, least = limits.head_copied_columns
     tried = settings.layer or turned > 0 or problem.cols == some or problem.cols >= least
-    return tried and readable and (not turned or (as_a_whole and as_numbers))
+    return tried and readable and (not turned or (as_a_whole and exact_mean))
 
 
 def _slots(problem: HeadProblem, num_chunks: int) -> int:

@@ -17,7 +17,7 @@ ATOMIC_ADD = rf"(?:global\.gpu\.)?(relaxed|acquire|release|acq_rel)(?:\.gpu\.glo
 class Accesses:
     """Methods of Warp, one for each kind of load, store or atomic."""
 
-    @effect(rf"ld\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "= [] -?")
+    @effect(rf"ld(?:\.volatile)?\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "= [] -?")
     def load(self, lanes, site, space, kind, bits, into, at) -> None:
         if kind == "s" and into[0].itemsize != int(bits) // 8:
             raise PtxError("a load that extends a sign")

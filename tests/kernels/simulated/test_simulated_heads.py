@@ -48,6 +48,11 @@ OF_16_BITS = [
     HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, interleaved=True, weight_dtype=FP32),
     HeadCase(cols=64, rotary=64, tokens=70, dtype=BF16, table_dtype=BF16, norm_first=False, interleaved=True),
     HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, norm_first=False, table_dims="BS"),
+    HeadCase(cols=128, rotary=128, tokens=21, dtype=BF16, table_dtype=BF16, norm_first=False, norm="layer"),
+    HeadCase(cols=64, rotary=64, tokens=70, dtype=BF16, table_dtype=FP16, norm_first=False, norm="layer",
+             interleaved=True, heads_first=True, table_dims="BSH1"),
+    HeadCase(cols=256, rotary=256, tokens=7, dtype=FP16, table_dtype=FP16, norm_first=False, norm="layer",
+             half_table=True, weight_dtype=FP32),
     HeadCase(cols=64, tokens=70, dtype=BF16, norm="layer"),
     HeadCase(cols=96, tokens=40, dtype=BF16, norm="layer"),
     HeadCase(cols=256, tokens=7, norm="layer", dtype=FP16, weight_dtype=FP32, weight_offset=1.0),
@@ -63,6 +68,24 @@ def test_backwards_with_asynchronous_copies_give_the_numbers_of_float64_autograd
     with simulated(device, 1) as simulation:
         assert_errs_no_more_than_plain_code(case, given, case.run(given))
     assert all(each.kernel.shared_bytes for each in simulation.launched if each.name == "backward"), "slots"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_equal_elements_that_are_rotated_first_are_normalized_exactly(interleaved, monkeypatch):
+    """They are equal behind the rotation, too, and no numbers of 16 bits, whose sums would all be exact."""
+    head_norms.without_formulas(monkeypatch)
+    case = HeadCase(cols=128, rotary=128, tokens=9, norm="layer", norm_first=False, interleaved=interleaved, dtype=BF16)
+    given = {name: each.detach() for name, each in case.tensors().items()}
+    given |= {of: given[of][..., :1].expand_as(given[of]).contiguous() for of in "qk"}
+    given = {name: each.requires_grad_() for name, each in given.items()}
+    sin = torch.full((9, 2, 64), 1.3 / 1024, dtype=BF16)
+    sin[:, 1] *= -1
+    sin = (sin.mT if interleaved else sin).reshape(9, 128)
+    with simulated("H200", 1) as simulation:
+        got = case.run(given, rotary=(torch.ones_like(sin), sin))
+        _, _, dw, dk_weight, *_ = head_norms.gradients(got, given)
+    assert all(each.kernel.shared_bytes for each in simulation.launched if each.name == "backward"), "slots"
+    assert not dw.any() and not dk_weight.any()
 
 
 @pytest.mark.parametrize("grouped", [False, True])
