@@ -33,7 +33,9 @@ from .problem.outputs import output_dtype, resolve_eps, shape_of, steps_of
 from .problem.rows import spread
 from .problem.validation import validate
 
-MOST_OF_SUM = 3072  # rows that ATen adds up by an index with the same bits in every run; of more, a GPU's bits change
+# Rows that ATen adds up by an index in a fixed order: one block of a GPU takes those of a column one after another. Of
+# more rows, the bits change from run to run.
+MOST_OF_SUM = 3072
 
 
 @torch.no_grad()
@@ -328,6 +330,8 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
     if operands.row_index is not None:
         index, is_there = _rows_of_table(modulation, operands)
         of_rows = torch.where(is_there, rows.reshape(*index.shape, math.prod(operands.normalized_shape)), 0)
+        if not of_rows.numel():  # of no columns, ATen's kernel reads memory that is not there
+            return of_rows.new_zeros(modulation.shape)
         parts = zip(of_rows.flatten(0, -2).split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
         sums = [torch.ops.aten.embedding_dense_backward(*each, modulation.shape[0], -1, False) for each in parts]
         return sum(sums[1:], sums[0]).reshape(modulation.shape)
