@@ -22,7 +22,7 @@ class Coefficients(NamedTuple):
     bandwidth_share: float  # of the datasheet's bandwidth, for bytes of device memory
     launch_us: float  # start and end of a call
     second_launch_us: float  # of each kernel after the first
-    ring_us: float  # to set up a ring
+    ring_us: float  # of each warp of a ring, to set it up
     meeting_us: float  # at the start of a cluster, for each doubling of its CTAs
     sm_bytes_per_us: float  # that one SM takes in
     element_us: float  # of a tile, for 128 threads with one element each, and of each sum of columns
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
     memory_us: float  # at the full bandwidth
     launches: float
-    rings: float
+    ring_warps: float  # of a CTA; 0 without a ring
     doublings: float  # of a cluster
     parameter_bytes: float  # of a CTA
     sm_bytes: float  # of an SM, as the next two
@@ -57,7 +57,7 @@ def time_us(work: Work, c: Coefficients) -> float:
     w, p = work, limits.sharpness
     busy = w.sm_bytes / c.sm_bytes_per_us + c.element_us * w.sm_elements
     loop = w.memory_us / c.bandwidth_share, busy, c.row_us * w.tiles + busy / w.ahead, c.box_us * w.sm_boxes
-    start = c.launch_us + c.ring_us * w.rings + c.meeting_us * w.doublings + w.parameter_bytes / c.sm_bytes_per_us
+    start = c.launch_us + c.ring_us * w.ring_warps + c.meeting_us * w.doublings + w.parameter_bytes / c.sm_bytes_per_us
     end = c.merge_us * w.merged + c.partial_us * w.partials + c.second_launch_us * (w.launches - 1)
     return start + sum(each**p for each in loop) ** (1 / p) + end
 
@@ -100,7 +100,7 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
         launches=num_launches(plan, problem),
-        rings=float(is_ring),
+        ring_warps=float(is_ring * plan.num_warps),
         doublings=math.log2(plan.cluster),
         parameter_bytes=problem.quantities["parameter_bytes"] * columns / plan.cluster,
         sm_bytes=of_sm * columns * read / plan.cluster,

@@ -380,18 +380,21 @@ def _smoothed(cols: int, rows: int, widths: Widths) -> dict[Family, float]:
 
 
 def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coefficients:
-    """Coefficients by which times are predicted best, in the mean of squared logarithms. A plan counts half that is a
-    tenth slower than the fastest, and not at all by column tiles, which nothing else can replace. What no cell tells
-    stays as it was."""
-    works, times, weights = [], [], []
-    for cell in cells:
+    """Coefficients by which the ratios of a cell's times are predicted best, in the mean of squared logarithms. Choices
+    ask for no more, so that the times themselves count little. A plan counts half that is a tenth slower than the
+    fastest, and not at all by column tiles, which nothing else can replace. What no cell tells stays as it was."""
+    works, times, weights, places = [], [], [], []
+    for place, cell in enumerate(cells):
         for plan, us in ((from_text(text), us) for text, us in cell.times.items()):
             if plan.kernel != "column_tiles":
                 works.append(work_of(plan, cell.task.wanted.problem, cell.rows, device))
                 times.append(us)
                 weights.append((min(cell.times.values()) / us) ** 8)
+                places.append(place)
     columns = (torch.tensor(column, dtype=torch.float64) for column in zip(*works, strict=True))
-    work, us, weight = Work(*columns), torch.tensor(times), torch.tensor(weights)
+    work, us, at = Work(*columns), torch.tensor(times), torch.tensor(places)
+    weight = torch.tensor(weights, dtype=torch.float64)
+    of_cell = weight.new_zeros(1 + max(places)).index_add(0, at, weight)
     origin = torch.tensor(start, dtype=torch.float64).log()
     logs = origin.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([logs], max_iter=250, line_search_fn="strong_wolfe")
@@ -403,7 +406,9 @@ def fit(cells: Iterable[Cell], device: DeviceSpec, start: Coefficients) -> Coeff
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         error = (time_us(work, found()) / us).log()
-        mean = (weight * error**2).sum() / weight.sum() + 1e-5 * ((logs - origin) ** 2).sum()
+        level = torch.zeros_like(of_cell).index_add(0, at, weight * error) / of_cell
+        squares = (error - level[at]) ** 2 + limits.share_of_level * error**2
+        mean = (weight * squares).sum() / weight.sum() + 1e-5 * ((logs - origin) ** 2).sum()
         mean.backward()
         return mean
 

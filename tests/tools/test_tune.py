@@ -107,17 +107,29 @@ def test_a_record_is_read_back_as_the_same_cell():
         assert tune.Cell.of(each.record()) == each
 
 
+def cells_by(coefficients: Coefficients, levels=(1.0,)) -> list[tune.Cell]:
+    """Cells of three widths whose times are what coefficients say, each times a level."""
+    cells, level = [], itertools.cycle(levels)
+    for cols, rows in itertools.product((1024, 4096, 8192), (132, 2112, 8184)):
+        task, factor = TASK._replace(cols=cols), next(level)
+        plans = tune.plans_of(task.wanted.problem, H200)
+        us = {text_of(p): factor * predict_us(p, task.wanted.problem, rows, H200, coefficients) for p in plans}
+        cells.append(tune.Cell(task, rows, us, ""))
+    return cells
+
+
 def test_coefficients_are_fitted_to_the_times():
     first = table.coefficients(H200)
     slower = Coefficients(*first)._replace(launch_us=2 * first.launch_us)
-    cells = []
-    for cols in (1024, 4096, 8192):
-        task = TASK._replace(cols=cols)
-        problem = task.wanted.problem
-        for rows in (132, 2112, 8184):
-            times = {text_of(p): predict_us(p, problem, rows, H200, slower) for p in tune.plans_of(problem, H200)}
-            cells.append(tune.Cell(task, rows, times, ""))
-    assert tune.fit(cells, H200, first).launch_us == pytest.approx(slower.launch_us, rel=0.05)
+    assert tune.fit(cells_by(slower), H200, first).launch_us == pytest.approx(slower.launch_us, rel=0.05)
+
+
+def test_coefficients_tell_the_plans_of_a_cell_apart_where_cells_as_a_whole_are_not_predicted():
+    first = table.coefficients(H200)
+    slower = Coefficients(*first)._replace(ring_us=0.12)
+    found = tune.fit(cells_by(slower, levels=(1.2, 1.0, 0.8, 1.1)), H200, first)
+    for name in ("ring_us", "meeting_us"):
+        assert getattr(found, name) == pytest.approx(getattr(slower, name), rel=0.1)
 
 
 def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, tmp_path):
