@@ -66,7 +66,7 @@ def by_thread(chunk, tile: gl.constexpr):
     """[rows, cluster, chunk] seen as [rows, cluster, load, thread, adjacent column], in float32."""
     threads: gl.constexpr = tile.threads_per_row
     loads: gl.constexpr = tile.chunk // (threads * tile.vector)
-    return gl.reshape(chunk.to(gl.float32), [tile.rows, tile.cluster, loads, threads, tile.vector])
+    return gl.reshape(widen(chunk, tile.in_pairs), [tile.rows, tile.cluster, loads, threads, tile.vector])
 
 
 @gluon.jit
@@ -170,13 +170,13 @@ def mean_and_squares(x, cols, exchange, norm: gl.constexpr, tile: gl.constexpr):
     if norm.layer:
         total = gl.full(shape, 0.0, gl.float32, layout)
         for c in gl.static_range(tile.chunks):
-            total += x[c].to(gl.float32)
+            total += widen(x[c], tile.in_pairs)
         total, exchange = row_sum(total, exchange, tile)
         mean = quotient(total, cols)
     deviations = gl.full(shape, 0.0, gl.float32, layout)
     squares = gl.full(shape, 0.0, gl.float32, layout)
     for c in gl.static_range(tile.chunks):
-        deviation = x[c].to(gl.float32)
+        deviation = widen(x[c], tile.in_pairs)
         if norm.layer:
             deviation -= gl.expand_dims(mean, 2)
             if c == tile.num_chunks - 1:  # padding has x = 0, but a deviation of -mean
@@ -207,7 +207,7 @@ def store_y(
                 store_chunk(rows_out[t], x[c], row, of_groups(width, tile), width, c, "", tile)
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_with_shared(tiles, held, c, tile)
-        y = normalize(x[c].to(gl.float32), mean, rstd, norm)
+        y = normalize(widen(x[c], tile.in_pairs), mean, rstd, norm)
         y = norm.form.round_x_hat(y, of_chunk, norm)
         y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
         y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
