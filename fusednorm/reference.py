@@ -329,10 +329,11 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
     """The sum over the rows that share a modulation, in its shape: a new tensor."""
     if operands.row_index is not None:
         index, is_there = _rows_of_table(modulation, operands)
-        of_rows = torch.where(is_there, rows.reshape(*index.shape, math.prod(operands.normalized_shape)), 0)
+        flat = index.numel(), math.prod(operands.normalized_shape)
+        of_rows = torch.where(is_there.reshape(-1, 1), rows.reshape(flat), 0)
         if not of_rows.numel():  # of no columns, ATen's kernel reads memory that is not there
             return of_rows.new_zeros(modulation.shape)
-        parts = zip(of_rows.flatten(0, -2).split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
+        parts = zip(of_rows.split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
         sums = [torch.ops.aten.embedding_dense_backward(*each, modulation.shape[0], -1, False) for each in parts]
         return sum(sums[1:], sums[0]).reshape(modulation.shape)
     return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
