@@ -80,11 +80,31 @@ def sum_of_rows(x, tile: gl.constexpr):
     return gl.sum(gl.convert_layout(fold(x, tile), by_columns(tile)), axis=0)
 
 
+@gluon.constexpr_function
+def turned_of_chunk(c, tile):
+    """How many columns of a chunk are turned, the first ones: of halves, equally many of both chunks."""
+    if tile.pairs:
+        return min(tile.chunk, max(0, tile.turned - c * tile.chunk))
+    return tile.turned // 2
+
+
+@gluon.jit
+def nth_columns(c: gl.constexpr, nth, tile: gl.constexpr):
+    """Columns of a row, by their numbers in chunk c. Where halves of the first columns are turned, a chunk has one of
+    these, and one half of all other columns."""
+    half: gl.constexpr = turned_of_chunk(c, tile)
+    if tile.pairs or half == 0 or half == tile.chunk:
+        found = c * tile.width + nth
+    else:
+        found = gl.where(nth < half, c * half + nth, c * (tile.chunk - half) + half + nth)
+    return found
+
+
 @gluon.jit
 def columns(c: gl.constexpr, tile: gl.constexpr):
     """The columns [1, tile.chunk] of chunk c."""
-    layout: gl.constexpr = layout_of(tile, VECTOR.value)
-    return gl.expand_dims(c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, layout)), 0)
+    nth = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout_of(tile, VECTOR.value)))
+    return gl.expand_dims(nth_columns(c, nth, tile), 0)
 
 
 @gluon.jit
@@ -97,14 +117,20 @@ def starts(indices, strides, part, tile: gl.constexpr):
 
 
 @gluon.jit
-def fill(slots, nth: gl.constexpr, ptr, start, size, chunks: gl.constexpr, reused: gl.constexpr, tile: gl.constexpr):
-    """Start the copies of the first chunks of rows, of `size` bytes a thread, to the slots from the nth on."""
+def fill(
+    slots, nth: gl.constexpr, ptr, start, size, chunks: gl.constexpr, is_table: gl.constexpr, tile: gl.constexpr
+):
+    """Start the copies of the first chunks of rows, of `size` bytes a thread, to the slots from the nth on. Of cos and
+    sin, those of columns that are not turned become 0."""
     once: gl.constexpr = layout_of(tile, 1)
     segment = gl.expand_dims(gl.arange(0, tile.chunk // VECTOR, gl.SliceLayout(0, once)) * VECTOR, 0)
     for c in gl.static_range(chunks):
-        source = ptr + start + (c * tile.width + segment)
+        source = ptr + start + nth_columns(c, segment, tile)
+        size_of_chunk = size
+        if is_table and turned_of_chunk(c, tile) < tile.chunk:
+            size_of_chunk = gl.where(segment < turned_of_chunk(c, tile), size, 0)
         slot = gl.full(source.shape, 0, gl.int32, once) + (slots + (nth + c) * ptx.slot_step(tile.num_warps))
-        ptx.fill_slot(slot, source, gl.full(source.shape, 0, gl.int32, once) + size, reused)
+        ptx.fill_slot(slot, source, gl.full(source.shape, 0, gl.int32, once) + size_of_chunk, is_table)
 
 
 @gluon.jit
@@ -139,6 +165,19 @@ def start_copies(
 
 
 @gluon.jit
+def beside_turned(cos, tile: gl.constexpr):
+    """cos with 1 for columns that are not turned."""
+    found = ()
+    for c in gl.static_range(len(cos)):
+        chunk = cos[c]
+        if turned_of_chunk(c, tile) < tile.chunk:
+            nth = gl.arange(0, tile.chunk, gl.SliceLayout(0, layout_of(tile, VECTOR.value)))
+            chunk = gl.where(gl.expand_dims(nth < turned_of_chunk(c, tile), 0), chunk, 1.0)
+        found = found + (chunk,)
+    return found
+
+
+@gluon.jit
 def turned(
     chunks, turn: gl.constexpr, of_tables, cos_ptr, sin_ptr, back: gl.constexpr, tile: gl.constexpr,
     again: gl.constexpr = False,
@@ -149,6 +188,7 @@ def turned(
     if tile.per_pair:
         cos = cos + cos
         sin = sin + sin
+    cos = beside_turned(cos, tile)
     made = turn(chunks, cos, sin, back, tile)
     found = ()
     for c in gl.static_range(tile.chunks):
@@ -324,7 +364,7 @@ def backward(
     if tile.announces_end:  # saves time only: the dependent launch waits for this one's end
         ptx.launch_dependents()
     for c in gl.static_range(tile.chunks):
-        column = c * tile.width + gl.arange(0, tile.chunk, gl.SliceLayout(0, by_columns(tile)))
+        column = nth_columns(c, gl.arange(0, tile.chunk, gl.SliceLayout(0, by_columns(tile))), tile)
         here = part.cta.to(gl.int64) * cols + column
         if norm.wants_dw:
             gl.store(pick(dw_ptrs, part, 0, tile) + here, sum_of_rows(dw[c], tile))

@@ -257,6 +257,7 @@ CASES = [
     HeadCase(cols=18, rotary=6, interleaved=True, half_table=True, norm_first=False, norm="layer", heads_first=True),
     HeadCase(cols=40, rotary=40, weights=False, norm_first=False, table_dims="BSH1", heads_first=True),
     HeadCase(cols=80, rotary=32, heads=3, kv_heads=1),
+    HeadCase(cols=64, rotary=32, norm="layer", norm_first=False, table_dtype=BF16),
 ]
 WHOLE = [  # what models have, and the other orders
     HeadCase(rotary=16, whole=True),

@@ -94,6 +94,9 @@ def launches_of(
 ) -> tuple[list[Launch], list[Part]]:
     """The launches, and the parts of the workspace that they need. The first part has the address `first_partial`."""
     problem, count, cols = call.problem, call.problem.count, call.problem.cols
+    if plan.kernel == "narrow_async" and not isinstance(narrow.backward, triton.JITFunction):  # interpreted without PTX
+        problem = replace(problem, at_vectors=False)
+        plan = head_plan.choose(*head_plan.asked(problem, spec))
     *lists, _ = zip(*call.sides, strict=True)
     x, weights, biases, dy, outs, *of_parameters = map(_addresses, lists)
     cos, sin = (each if each is None else each.address for each in (call.heads.cos, call.heads.sin))
@@ -130,8 +133,7 @@ def launches_of(
         copied = copy, _odd([call.copy[0].numel() // cols]), sizes_of([call.copy_place]), *both
         constants["copy_tile"] = _copy_tile(plan, cols, copy[1].dtype.itemsize, len(both[0]))
     args = x, dy, weights, cos, sin, outs, dw, db, _odd(call.rows), _odd(ctas), *places, *copied, eps
-    interpreted = not isinstance(narrow.backward, triton.JITFunction)  # without PTX
-    kernel = narrow.backward if interpreted or plan.kernel == "narrow" else narrow_async.backward
+    kernel = narrow.backward if plan.kernel == "narrow" else narrow_async.backward
     launches = [Launch(kernel, grid, args, norm, tile, options, constants)]
     for dtype in dict.fromkeys(each.dtype for each in sums):  # of weights and biases: one, or two
         of_it = [at for at, each in enumerate(sums) if each.dtype == dtype]

@@ -12,6 +12,7 @@ from ..planner import limits
 from ..planner.budget import MAX_REGISTERS, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.legality import OLDEST_ARCH, capability
+from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..settings import invariance
 from .call import HeadCall, HeadProblem, problems_of
@@ -80,19 +81,10 @@ def shaped(
     """The plan with so many warps, bytes of a row tile in a thread, and CTAs that an SM has registers for: by default
     as many as leave a thread what it needs. A forward must load all that it has before it computes, and the compiler
     does so if it knows how many CTAs there are."""
-    itemsize, threads = problem.dtype.itemsize, 32 * num_warps
-    chunk, width, num_chunks = chunks_of(problem.cols, itemsize, problem.turned_together)
-    if problem.together > 1:
-        rows = power_of_two(problem.together)
-    else:
-        rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
-        if problem.per_pair and problem.settings.interleaved:  # a thread loads cos and sin of the columns that it has
-            rows = min(rows, max(1, 16 * threads // itemsize // chunk))
-    adjacent = 2 if _shares(problem) else 1
-    in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
-    sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
-    shared = 16 * threads * _slots(problem, num_chunks) + 4 * num_warps * chunk
-    copies = sixteen_bytes and _copies(problem) and shared <= limits.static_bytes
+    threads, adjacent = 32 * num_warps, 2 if _shares(problem) else 1
+    copied = _copied(problem, threads, tile_bytes)
+    copies = copied is not None
+    rows, chunk, width, num_chunks = copied or _loaded(problem, threads, tile_bytes)
     if ctas_per_sm is None:
         elements = max(1, rows * chunk * num_chunks // threads)
         registers = min(MAX_REGISTERS, _registers(problem, elements, copies, adjacent))
@@ -100,6 +92,30 @@ def shaped(
         ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
     limit, kernel = register_limit(threads * ctas_per_sm, device), "narrow_async" if copies else "narrow"
     return HeadPlan(rows * adjacent, chunk, width, num_chunks, num_warps, ctas_per_sm, limit, kernel, adjacent)
+
+
+def _loaded(problem: HeadProblem, threads: int, tile_bytes: int) -> tuple[int, int, int, int]:
+    """The rows of a tile, and `chunks_of` these, of a kernel in narrow.py."""
+    itemsize, pairs = problem.dtype.itemsize, problem.settings.interleaved
+    chunk, width, num_chunks = chunks_of(problem.cols, itemsize, problem.turned_together)
+    if problem.together > 1:
+        return power_of_two(problem.together), chunk, width, num_chunks
+    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    if problem.per_pair and pairs:  # a thread loads cos and sin of the columns that it has
+        rows = min(rows, max(1, 16 * threads // itemsize // chunk))
+    return rows, chunk, width, num_chunks
+
+
+def _copied(problem: HeadProblem, threads: int, tile_bytes: int) -> tuple[int, int, int, int] | None:
+    """Those of the kernel in narrow_async.py; None unless it takes such rows. Of halves, each chunk has one."""
+    itemsize, half = problem.dtype.itemsize, problem.cols // 2 if problem.turned_together else 0
+    chunk, width, num_chunks = chunks_of(problem.cols, itemsize, half)
+    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+    in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
+    sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
+    shared = 16 * threads * _slots(problem, num_chunks) + threads // 32 * 4 * chunk
+    fits = sixteen_bytes and _copies(problem) and shared <= limits.static_bytes
+    return (rows, chunk, width, num_chunks) if fits else None
 
 
 def _shares(problem: HeadProblem) -> bool:
@@ -114,7 +130,8 @@ def _copies(problem: HeadProblem) -> bool:
     """Whether the kernel is that of narrow_async.py, if a thread has 16 bytes of a chunk. LayerNorm of what is turned
     needs the exact mean of equal elements. RMSNorm alone copies rows of those widths that ran on a GPU."""
     settings, turned = problem.settings, problem.turned
-    as_a_whole = turned == problem.cols and not (settings.interleaved and problem.per_pair)
+    as_vectors = turned * problem.dtype.itemsize % (ALIGNMENT if settings.interleaved else 2 * ALIGNMENT) == 0
+    as_a_whole = as_vectors and not (settings.interleaved and problem.per_pair)
     exact_mean = settings.norm_first or not settings.layer or power_of_two(problem.cols) == problem.cols
     readable = problem.at_vectors and problem.wants_dx and problem.together == 1
     some, least = limits.head_copied_columns

@@ -29,12 +29,20 @@ SIZES = [
     HeadCase(cols=512, heads=3, kv_heads=1, tokens=999, norm="layer"),
     HeadCase(cols=512, heads=3, kv_heads=1, tokens=99, rotary=512, table_dtype=BF16, norm="layer"),
     HeadCase(cols=1024, heads=3, kv_heads=1, tokens=99, norm="layer"),
-]
+    *(HeadCase(cols=128, heads=16, kv_heads=2, tokens=3001, rotary=rotary, table_dtype=BF16, norm="layer",
+               norm_first=norm_first) for rotary in (128, 32) for norm_first in (False, True)),
+    HeadCase(cols=64, heads=7, kv_heads=1, tokens=999, rotary=64, table_dtype=FP16, norm="layer", norm_first=False,
+             interleaved=True, heads_first=True),
+    HeadCase(cols=256, heads=5, kv_heads=3, tokens=999, rotary=64, table_dtype=BF16, interleaved=True),
+    HeadCase(cols=512, heads=3, kv_heads=1, tokens=99, rotary=512, table_dtype=BF16, norm="layer", norm_first=False),
+]  # fmt: skip
 OF_PACKED = [
     replace(SIZES[0], dtype=BF16),
     replace(SIZES[0], dtype=BF16, norm="layer"),
     replace(SIZES[1], dtype=BF16, batch=3),
     replace(SIZES[5], dtype=BF16),
+    replace(SIZES[5], dtype=BF16, norm_first=False),
+    replace(SIZES[5], dtype=BF16, norm_first=False, rotary=32),
 ]
 
 
