@@ -21,7 +21,7 @@ from .loads import load_parameter, number
 from .narrow import part_of_grid, pick, place, wide
 from .rowmath import inverse_std, quotient, sums_in_pairs, widen
 
-VECTOR = gl.constexpr(8)  # elements of a slot
+VECTOR = gl.constexpr(8)  # elements of a thread in a row of a chunk
 
 
 @gluon.constexpr_function
@@ -116,6 +116,12 @@ def starts(indices, strides, part, tile: gl.constexpr):
     return gl.expand_dims(start, 1)
 
 
+@gluon.constexpr_function
+def slots_of(ptr):
+    """Slots of a vector of these elements; 0 without any."""
+    return 0 if ptr is None else ptr.dtype.element_ty.primitive_bitwidth // 16
+
+
 @gluon.jit
 def fill(
     slots, nth: gl.constexpr, ptr, start, size, chunks: gl.constexpr, is_table: gl.constexpr, tile: gl.constexpr
@@ -124,25 +130,28 @@ def fill(
     sin, those of columns that are not turned become 0."""
     once: gl.constexpr = layout_of(tile, 1)
     segment = gl.expand_dims(gl.arange(0, tile.chunk // VECTOR, gl.SliceLayout(0, once)) * VECTOR, 0)
+    slots_of_vector: gl.constexpr = slots_of(ptr)
     for c in gl.static_range(chunks):
         source = ptr + start + nth_columns(c, segment, tile)
         size_of_chunk = size
         if is_table and turned_of_chunk(c, tile) < tile.chunk:
             size_of_chunk = gl.where(segment < turned_of_chunk(c, tile), size, 0)
-        slot = gl.full(source.shape, 0, gl.int32, once) + (slots + (nth + c) * ptx.slot_step(tile.num_warps))
-        ptx.fill_slot(slot, source, gl.full(source.shape, 0, gl.int32, once) + size_of_chunk, is_table)
+        for part in gl.static_range(slots_of_vector):
+            slot = slots + (nth + c * slots_of_vector + part) * ptx.slot_step(tile.num_warps)
+            slot = gl.full(source.shape, 0, gl.int32, once) + slot
+            of_part = source + part * (VECTOR // slots_of_vector)
+            ptx.fill_slot(slot, of_part, gl.full(source.shape, 0, gl.int32, once) + size_of_chunk, is_table)
 
 
 @gluon.jit
-def read(
-    slots, nth: gl.constexpr, dtype: gl.constexpr, chunks: gl.constexpr, tile: gl.constexpr, again: gl.constexpr = False
-):
-    """The chunks in the slots from the nth on, in float32."""
+def read(slots, nth: gl.constexpr, ptr, chunks: gl.constexpr, tile: gl.constexpr, again: gl.constexpr = False):
+    """The chunks in the slots from the nth on, which were copied from `ptr`, in float32."""
     found = ()
     layout: gl.constexpr = layout_of(tile, VECTOR.value)
     for c in gl.static_range(chunks):
-        slot = slots + (nth + c) * ptx.slot_step(tile.num_warps)
-        found = found + (ptx.read_slot(gl.full([tile.rows, tile.chunk], 0, gl.int32, layout) + slot, dtype, again),)
+        slot = slots + (nth + c * slots_of(ptr)) * ptx.slot_step(tile.num_warps)
+        slot = gl.full([tile.rows, tile.chunk], 0, gl.int32, layout) + slot
+        found = found + (ptx.read_slot(slot, ptr.dtype.element_ty, tile.num_warps, again),)
     return found
 
 
@@ -161,7 +170,7 @@ def start_copies(
     if cos_ptr is not None:
         start = starts(at, table_strides, part, tile)
         fill(of_tables, 0, cos_ptr, start, of_rows, tile.table_chunks, True, tile)
-        fill(of_tables, tile.table_chunks, sin_ptr, start, of_rows, tile.table_chunks, True, tile)
+        fill(of_tables, tile.table_chunks * slots_of(cos_ptr), sin_ptr, start, of_rows, tile.table_chunks, True, tile)
 
 
 @gluon.jit
@@ -183,8 +192,8 @@ def turned(
     again: gl.constexpr = False,
 ):  # fmt: skip
     """The chunks, turned by the tables in these slots."""
-    cos = read(of_tables, 0, cos_ptr.dtype.element_ty, tile.table_chunks, tile, again)
-    sin = read(of_tables, tile.table_chunks, sin_ptr.dtype.element_ty, tile.table_chunks, tile, again)
+    cos = read(of_tables, 0, cos_ptr, tile.table_chunks, tile, again)
+    sin = read(of_tables, tile.table_chunks * slots_of(cos_ptr), sin_ptr, tile.table_chunks, tile, again)
     if tile.per_pair:
         cos = cos + cos
         sin = sin + sin
@@ -271,8 +280,9 @@ def backward(
     turns_h: gl.constexpr = norm.form.turn_h is not None
     of_chunk: gl.constexpr = ptx.slot_step(num_warps)
     of_tile: gl.constexpr = tile.num_chunks * of_chunk
-    of_table: gl.constexpr = 2 * tile.table_chunks * of_chunk if turns_h else 0  # from a tile's to the next one's
-    of_dy = ptx.open_slots((3 * of_tile + 2 * tile.table_chunks * of_chunk + of_table) // of_chunk, num_warps)
+    of_both: gl.constexpr = tile.table_chunks * (slots_of(cos_ptr) + slots_of(sin_ptr)) * of_chunk
+    of_table: gl.constexpr = of_both if turns_h else 0  # from a tile's to the next one's
+    of_dy = ptx.open_slots((3 * of_tile + of_both + of_table) // of_chunk, num_warps)
     of_x = of_dy + of_tile
     both_of_x = of_x + of_x + of_tile
     of_tables = of_dy + 3 * of_tile
@@ -296,7 +306,7 @@ def backward(
         db = db + (gl.full([tile.rows, tile.chunk], 0.0, gl.float32, layout),)
     for this_row in range(first, count, step):
         ptx.await_copies(0)
-        du = read(of_dy, 0, dy_ptr.dtype.element_ty, tile.chunks, tile)
+        du = read(of_dy, 0, dy_ptr, tile.chunks, tile)
         if norm.form.turn_u is not None:
             du = turned(du, norm.form.turn_u, of_tables, cos_ptr, sin_ptr, True, tile)
         start_copies(
@@ -304,7 +314,7 @@ def backward(
             sin_ptr, sizes, x_strides, dy_strides, table_strides, part, tile,
         )  # fmt: skip
         ptx.await_copies(1)
-        h = read(of_x, 0, x_ptr.dtype.element_ty, tile.chunks, tile)
+        h = read(of_x, 0, x_ptr, tile.chunks, tile)
         of_x = both_of_x - of_x
         if turns_h:
             h = turned(h, norm.form.turn_h, of_tables, cos_ptr, sin_ptr, False, tile)

@@ -124,8 +124,10 @@ def await_copies(but: gl.constexpr):
 
 
 @triton.constexpr_function
-def read_slot_ptx(dtype, again):
+def read_slot_ptx(dtype, num_warps, again):
     load = "ld.volatile.shared" if again else "ld.shared"
+    if dtype == tl.float32:
+        return f"{load}.v4.f32 {{$0, $1, $2, $3}}, [$8]; {load}.v4.f32 {{$4, $5, $6, $7}}, [$8+{slot_step(num_warps)}];"
     low, high = "shl.b32 ${}, p{}, 16;", "and.b32 ${}, p{}, 0xffff0000;"
     if dtype == tl.float16:
         low, high = "mov.b32 {{h, g}}, p{1}; cvt.f32.f16 ${0}, h;", "cvt.f32.f16 ${0}, g;"
@@ -134,10 +136,10 @@ def read_slot_ptx(dtype, again):
 
 
 @gluon.jit
-def read_slot(slot, dtype: gl.constexpr, again: gl.constexpr = False):
-    """The eight elements of this dtype in a slot, in float32. `slot` comes eight times. What is read `again` is not
-    held in registers since it was read first."""
-    ptx: gl.constexpr = read_slot_ptx(dtype, again)
+def read_slot(slot, dtype: gl.constexpr, num_warps: gl.constexpr, again: gl.constexpr = False):
+    """The eight elements of this dtype in a slot, or in two if they are float32; in float32. `slot` comes eight times.
+    What is read `again` is not held in registers since it was read first."""
+    ptx: gl.constexpr = read_slot_ptx(dtype, num_warps, again)
     constraints: gl.constexpr = "=f,=f,=f,=f,=f,=f,=f,=f,r,r,r,r,r,r,r,r"
     return tl.inline_asm_elementwise(ptx, constraints, [slot], tl.float32, is_pure=False, pack=8)
 

@@ -45,7 +45,7 @@ class HeadProblem:
     table_dtypes: tuple[torch.dtype, ...] = ()
     levels: int = 1  # nested strides at which rows lie
     copies: bool = False  # of a backward: the rows of one more tensor are copied
-    at_vectors: bool = False  # what is read of a row begins at 16 bytes, and has 16 bits an element
+    at_vectors: bool = False  # what is read begins at 16 bytes, and has 16 bits an element, or 32 of cos and sin
     shares_tables: bool = False  # of a forward: each even row and the next one have the same cos and sin
     wants_dx: bool = False
     wants_dw: bool = False
@@ -156,7 +156,7 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         return None
     levels = max(len(each.sizes) for each in places) + 1
     tables = [] if heads.cos is None else [heads.cos, heads.sin]
-    read = *tables, *[each for side in sides for each in (side.x, side.grad) if each is not None]
+    read = [each for side in sides for each in (side.x, side.grad) if each is not None]
     by_level = tuple(with_levels(each, levels) for each in places)
     problem = HeadProblem(
         "backward" if backward else "forward",
@@ -173,18 +173,19 @@ def _call_of(heads: Heads, sides: list[Side], copy: Sequence[Tensor]) -> HeadCal
         tuple(each.dtype for each in tables),
         levels,
         bool(copy),
-        _are_at_vectors(read, places),
+        _are_at_vectors(read, tables, places),
         bool(tables) and not backward and all(map(_share_tables, by_level)),
         *[wanted is not None for wanted in (first.out, first.dweight, first.dbias) if backward],
     )
     return HeadCall(problem, heads, sides, rows, by_level, copy, copy_place)
 
 
-def _are_at_vectors(read: Sequence[Tensor], places: Sequence[Rows]) -> bool:
-    """Whether the rows of these symbols, which lie at these places, are of 16 bits an element and begin at 16 bytes."""
+def _are_at_vectors(read: Sequence[Tensor], tables: Sequence[Tensor], places: Sequence[Rows]) -> bool:
+    """Whether the rows of these symbols, which lie at these places, are as HeadProblem.at_vectors says."""
     steps = [step for place in places for of_tensor in place.strides for step in of_tensor]
     at_multiples = not any(step % (ALIGNMENT // 2) for step in steps)
-    return at_multiples and all(each.itemsize == 2 and each.address.aligned for each in read)
+    narrow = all(each.itemsize == 2 for each in read) and all(each.itemsize in (2, 4) for each in tables)
+    return at_multiples and narrow and all(each.address.aligned for each in (*read, *tables))
 
 
 def _share_tables(place: Rows) -> bool:

@@ -195,7 +195,7 @@ def _norm(problem: HeadProblem) -> Norm:
 
 @functools.cache
 def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
-    rows = plan.rows_per_tile // plan.adjacent
+    rows, halves = plan.rows_per_tile // plan.adjacent, all(each.itemsize == 2 for each in problem.table_dtypes)
     return PartsTile(
         rows,
         plan.chunk,
@@ -205,7 +205,7 @@ def _tile(plan: HeadPlan, problem: HeadProblem, **more: bool) -> PartsTile:
         columns_of_chunk=plan.width if plan.width < plan.chunk else 0,
         together=problem.together,
         adjacent=plan.adjacent,
-        vectors=problem.at_vectors and plan.chunk >= 8 and rows * plan.chunk >= 8 * 32 * plan.num_warps,
+        vectors=problem.at_vectors and halves and plan.chunk >= 8 and rows * plan.chunk >= 8 * 32 * plan.num_warps,
         num_parts=problem.count,
         num_levels=problem.levels,
         turned=problem.turned,

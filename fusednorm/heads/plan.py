@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ..host import fallback
 from ..planner import limits
-from ..planner.budget import MAX_REGISTERS, register_limit
+from ..planner.budget import MAX_REGISTERS, RESERVED_SMEM_BYTES, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.legality import OLDEST_ARCH, capability
 from ..planner.norm_problem import ALIGNMENT
@@ -52,7 +52,7 @@ def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | ReferencePlan
     if problem.together > 1:
         return _of_tokens(problem, device, chunk * num_chunks)
     plans = [shaped(problem, device, each, limits.head_bytes["tile"]) for each in limits.head_warps[problem.direction]]
-    return max(plans, key=lambda plan: plan.num_warps * plan.ctas_per_sm)
+    return max(plans, key=lambda plan: (plan.num_warps * plan.ctas_per_sm, plan.kernel != "narrow"))
 
 
 def _of_tokens(problem: HeadProblem, device: DeviceSpec, padded: int) -> HeadPlan | ReferencePlan:
@@ -90,32 +90,35 @@ def shaped(
         registers = min(MAX_REGISTERS, _registers(problem, elements, copies, adjacent))
         ctas_per_sm = max(1, int(device.registers_per_sm // (threads * registers)))
         ctas_per_sm = min(ctas_per_sm, device.max_threads_per_sm // threads)
+        if copies:
+            of_cta = _shared_bytes(problem, threads, chunk, num_chunks) + RESERVED_SMEM_BYTES
+            ctas_per_sm = min(ctas_per_sm, device.smem_per_sm_bytes // of_cta)
     limit, kernel = register_limit(threads * ctas_per_sm, device), "narrow_async" if copies else "narrow"
     return HeadPlan(rows * adjacent, chunk, width, num_chunks, num_warps, ctas_per_sm, limit, kernel, adjacent)
 
 
 def _loaded(problem: HeadProblem, threads: int, tile_bytes: int) -> tuple[int, int, int, int]:
-    """The rows of a tile, and `chunks_of` these, of a kernel in narrow.py."""
-    itemsize, pairs = problem.dtype.itemsize, problem.settings.interleaved
+    """The rows of a tile, and `chunks_of` a row, of a kernel in narrow.py."""
+    itemsize = problem.dtype.itemsize
     chunk, width, num_chunks = chunks_of(problem.cols, itemsize, problem.turned_together)
     if problem.together > 1:
-        return power_of_two(problem.together), chunk, width, num_chunks
-    rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
-    if problem.per_pair and pairs:  # a thread loads cos and sin of the columns that it has
-        rows = min(rows, max(1, 16 * threads // itemsize // chunk))
+        rows = power_of_two(problem.together)
+    else:
+        rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
+        if problem.per_pair and problem.settings.interleaved:  # a thread loads cos and sin of the columns that it has
+            rows = min(rows, max(1, 16 * threads // itemsize // chunk))
     return rows, chunk, width, num_chunks
 
 
 def _copied(problem: HeadProblem, threads: int, tile_bytes: int) -> tuple[int, int, int, int] | None:
-    """Those of the kernel in narrow_async.py; None unless it takes such rows. Of halves, each chunk has one."""
+    """Those of the kernel in narrow_async.py, whose two chunks have one half each; None unless it takes such rows."""
     itemsize, half = problem.dtype.itemsize, problem.cols // 2 if problem.turned_together else 0
     chunk, width, num_chunks = chunks_of(problem.cols, itemsize, half)
     rows = rows_of_tile(threads, tile_bytes, itemsize, chunk, num_chunks)
     in_a_warp = 16 <= chunk * itemsize <= 32 * 16  # a row of a chunk, of which a thread has 16 bytes
     sixteen_bytes = in_a_warp and num_chunks * chunk == problem.cols and rows * chunk * itemsize == 16 * threads
-    shared = 16 * threads * _slots(problem, num_chunks) + threads // 32 * 4 * chunk
-    fits = sixteen_bytes and _copies(problem) and shared <= limits.static_bytes
-    return (rows, chunk, width, num_chunks) if fits else None
+    fits = sixteen_bytes and _shared_bytes(problem, threads, chunk, num_chunks) <= limits.static_bytes
+    return (rows, chunk, width, num_chunks) if fits and _copies(problem) else None
 
 
 def _shares(problem: HeadProblem) -> bool:
@@ -139,10 +142,12 @@ def _copies(problem: HeadProblem) -> bool:
     return tried and readable and (not turned or (as_a_whole and exact_mean))
 
 
-def _slots(problem: HeadProblem, num_chunks: int) -> int:
-    """Slots of a thread there: of dy, of x for two tiles, and of cos and sin, for two if h is turned."""
-    of_table = 0 if not problem.turned else 1 if problem.per_pair else num_chunks
-    return 3 * num_chunks + of_table * (2 if problem.settings.norm_first else 4)
+def _shared_bytes(problem: HeadProblem, threads: int, chunk: int, num_chunks: int) -> int:
+    """What such a CTA has of shared memory: slots of each thread, of dy, of x for two tiles, and of cos and sin, twice
+    if h is turned; and sums of a chunk, of each warp."""
+    of_tables = sum(each.itemsize // 2 for each in problem.table_dtypes) * (1 if problem.per_pair else num_chunks)
+    slots = 3 * num_chunks + of_tables * (1 if problem.settings.norm_first else 2)
+    return 16 * threads * slots + threads // 32 * 4 * chunk
 
 
 def _registers(problem: HeadProblem, elements: int, copies: bool = False, adjacent: int = 1) -> float:
@@ -161,6 +166,8 @@ def _registers(problem: HeadProblem, elements: int, copies: bool = False, adjace
     turn = not copies and (pairs or (problem.turned > 0 and not problem.settings.norm_first))
     of_element = itemsize + wide * (problem.num_sums + of["element"] + of["turn"] * turn)
     of_element += 2 * sum(each.itemsize == 8 for each in problem.table_dtypes)  # of the next tile; narrower ones fit
+    if copies and not problem.settings.norm_first:  # h is turned while all else waits: what float32 adds to 16 bits
+        of_element += sum(each.itemsize - 2 for each in problem.table_dtypes) / 4
     return fixed + elements * of_element  # x, dy and the next tile of both; sums
 
 

@@ -34,6 +34,8 @@ SIZES = [
     HeadCase(cols=64, heads=7, kv_heads=1, tokens=999, rotary=64, table_dtype=FP16, norm="layer", norm_first=False,
              interleaved=True, heads_first=True),
     HeadCase(cols=256, heads=5, kv_heads=3, tokens=999, rotary=64, table_dtype=BF16, interleaved=True),
+    HeadCase(cols=96, heads=5, kv_heads=3, tokens=999, rotary=96, table_dtype=BF16, interleaved=True, norm="layer"),
+    HeadCase(cols=128, heads=5, kv_heads=3, tokens=999, rotary=64, norm="layer", norm_first=False),
     HeadCase(cols=512, heads=3, kv_heads=1, tokens=99, rotary=512, table_dtype=BF16, norm="layer", norm_first=False),
 ]  # fmt: skip
 OF_PACKED = [
