@@ -134,12 +134,12 @@ def _copies(problem: HeadProblem) -> bool:
     needs the exact mean of equal elements. RMSNorm alone copies rows of those widths that ran on a GPU."""
     settings, turned = problem.settings, problem.turned
     as_vectors = turned * problem.dtype.itemsize % (ALIGNMENT if settings.interleaved else 2 * ALIGNMENT) == 0
-    as_a_whole = as_vectors and not (settings.interleaved and problem.per_pair)
+    as_vectors = as_vectors and not (settings.interleaved and problem.per_pair)
     exact_mean = settings.norm_first or not settings.layer or power_of_two(problem.cols) == problem.cols
     readable = problem.at_vectors and problem.wants_dx and problem.together == 1
     some, least = limits.head_copied_columns
     tried = settings.layer or turned > 0 or problem.cols == some or problem.cols >= least
-    return tried and readable and (not turned or (as_a_whole and exact_mean))
+    return tried and readable and (not turned or (as_vectors and exact_mean))
 
 
 def _shared_bytes(problem: HeadProblem, threads: int, chunk: int, num_chunks: int) -> int:

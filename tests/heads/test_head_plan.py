@@ -115,7 +115,7 @@ def test_what_no_kernel_takes_is_left_to_aten_and_told(case, device, reason):
         ({"cols": 8, "rotary": 8}, "narrow"),
     ],
 )
-def test_backwards_copy_to_shared_memory_what_has_16_bits_and_whole_rows(change, kernel):
+def test_backwards_copy_to_shared_memory_what_has_16_bits_and_is_rotated_by_vectors(change, kernel):
     case = replace(HeadCase(cols=128, rotary=128, dtype=BF16, table_dtype=BF16), **change)
     forward, backward = (choose(call.problem, H200).kernel for call in calls_of(case))
     assert (forward, backward) == ("narrow", kernel)
