@@ -275,6 +275,7 @@ class PartialsTile(CompileTime):
     num_loads: int
     num_warps: int
     dependent: bool = False  # may be placed before the launch that writes the partials has ended
+    log2_divisor: int = 0  # of all columns, as in Tile
 
     @property
     def rows(self) -> int:

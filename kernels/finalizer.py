@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .loads import load_if, number
+from .loads import divisible, load_if, number
 from .ptx import wait_for_prerequisites
 from .rowmath import widen
 
@@ -16,6 +16,7 @@ def sum_partials(
     """Sum tile.cols columns, from first_col on, of [num_partials, cols] partials in a fixed order, `finish` the sums
     unless it is None, and round once to the dtype of out. The loads of tile.num_loads times tile.rows rows are under
     way at once."""
+    cols = divisible(cols, tile)
     row = tl.arange(0, tile.rows)[:, None]
     col = first_col + tl.arange(0, tile.cols)[None, :].to(tl.int64)  # a row may be wider than 2^31 elements
     in_range = col < cols
@@ -69,6 +70,7 @@ def finalize_samples(partial_ptrs, out_ptrs, shares, num_partials, cols, tile: t
     its row m."""
     if tile.dependent:
         wait_for_prerequisites()
+    cols = divisible(cols, tile)
     member = tl.program_id(0).to(tl.int64)
     samples = tl.num_programs(0)
     first_col = tl.program_id(1).to(tl.int64) * tile.cols

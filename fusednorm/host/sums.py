@@ -19,7 +19,7 @@ from .derived import partial_registers, piece_of_partials
 from .launcher import Launch
 from .program import Address, Blocks, Number, Output, Workspace
 from .schedules import OF_ALL_SAMPLES, SampleSum, Written
-from .tiles import norm_of
+from .tiles import log2_divisor_of, norm_of
 
 
 def sample_sum(call: BackwardCall, partial: Address, at: int) -> SampleSum:
@@ -58,7 +58,7 @@ def options_of(tile: PartialsTile, cols: int, *dtypes: torch.dtype | bool | None
 @functools.cache
 def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
     """The tile that sums the partials of `cols` columns."""
-    return PartialsTile(*piece_of_partials(cols, itemsize), dependent)
+    return PartialsTile(*piece_of_partials(cols, itemsize), dependent, log2_divisor_of(cols))
 
 
 # --- Ordered sums ---

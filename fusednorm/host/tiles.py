@@ -78,11 +78,15 @@ def column_tile(plan: ColumnTilePlan, log2_divisor: int, groups: int) -> Tile:
 
 
 def log2_divisor(call: ForwardCall | BackwardCall) -> int:
-    """log2 of the largest power of two that divides the columns and all row strides, for a portable kernel's tile. 0 if
-    16 divides them, because Triton detects that itself."""
+    """That of the columns and all row strides, for a portable kernel's tile."""
     strides = [view.outer_stride | view.inner_stride for view in call.rows_read]
     counts = [each.value for each in call.added if each.role is Role.COUNT]
-    sizes = functools.reduce(operator.or_, [*strides, *counts], call.problem.cols)
+    return log2_divisor_of(functools.reduce(operator.or_, [*strides, *counts], call.problem.cols))
+
+
+def log2_divisor_of(sizes: int) -> int:
+    """log2 of the largest power of two that divides a number, or several whose bits these are. 0 if 16 divides them,
+    because Triton detects that itself."""
     return (sizes & -sizes).bit_length() - 1 if sizes % 16 else 0
 
 
