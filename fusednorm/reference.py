@@ -264,7 +264,7 @@ def backward_formula(operands: Operands) -> Outputs:
     form, x, weight, shape = operands.form, operands.x, operands.weight, operands.normalized_shape
     wants = dict(zip([each.name for each in operands.outputs], wanted_outputs(operands), strict=True))
     gate, factor = operands.gate if form.activates else None, None
-    dtype = accumulation_dtype(*[each.dtype for each in (x, gate) if each is not None])
+    dtype = accumulation_dtype(*[each.dtype for each in (x, gate, operands.branch) if each is not None])
     h, dy, found = row_of(form, x, gate).to(dtype), operands.grad_out.to(dtype), {}
     x_hat, *_ = of = _normalized_by(h, shape, operands.mean, operands.rstd)
     if form.modulate:

@@ -187,12 +187,12 @@ def _formula_by_index(call: Call, arguments: dict[str, Any]) -> tuple[Wide | Non
     op, index, shape = call.op.removesuffix(BY_INDEX), arguments["row_index"].long(), arguments["x"].shape
     tables = {slot.name: arguments[slot.name] for slot in OPS[op].arguments if slot.role is Role.MODULATION}
     rows = {name: each[index].reshape(shape) for name, each in tables.items() if each is not None}
+    acc = accumulation_dtype(*(arguments[name].dtype for name in ("x", "branch") if arguments.get(name) is not None))
     if call.is_backward:  # not rounded before the sum
-        rows = {name: each.to(torch.promote_types(each.dtype, FP32)) for name, each in rows.items()}
+        rows = {name: each.to(torch.promote_types(each.dtype, acc)) for name, each in rows.items()}
     given = {name: each for name, each in arguments.items() if name != "row_index"} | rows
     found = list(formula(replace(call, op=op), given))
     members = [(index.flatten() == number).nonzero()[:, 0] for number in range(TABLE_ROWS)]
-    acc = accumulation_dtype(*(arguments[name].dtype for name in ("x", "branch") if arguments.get(name) is not None))
     for at, output in enumerate(OPS[op].outputs):
         if output.role is Role.MODULATION and found[at] is not None:
             table = tables[output.like]

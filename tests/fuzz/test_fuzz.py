@@ -19,7 +19,7 @@ from .check import Finding, check, run
 from .draw import FAMILY, Call, draw
 from .others import OTHERS
 from .traits import traits
-from .wide import passes, to_wide
+from .wide import FP32, FP64, passes, to_wide
 from .workers import STARTS, Worker, failure
 
 pytest.importorskip("triton")
@@ -41,22 +41,23 @@ def test_calls_of_every_op_are_within_their_bounds(op):
 
 
 FEW_ROWS = {"shape": (9, 40), "normalized_ndim": 1, "mode": "plain", "variant": None, "setting": None}
-TYPES = {"x": torch.bfloat16, "gate": torch.float64, "weight": None, "bias": torch.float32}
-FOUND: dict[str, list[dict]] = {  # what calls once were outside of their bounds for
-    "layer_norm_bwd_modulated": [
-        {"grad_out": torch.float64, "bias": torch.float64}, {"output_mask": [True] * 7, "dx_dtype": torch.float64},
-    ],
-    "rms_norm_bwd_modulated_by_index": [
-        {"row_index": torch.int32, "grad_out": torch.float64, "shift": torch.float64},
-        {"output_mask": [True, True, False, True, True, False, False], "dx_dtype": torch.float16},
-    ],
-    "layer_norm_fwd_times_gate": [TYPES, {"rounds_x_hat": True, "y_dtype": torch.float64, "groups": 4}],
-}
+TYPES = {"x": torch.bfloat16, "gate": FP64, "weight": None, "bias": FP32}
+NUMBERS, WANTED = {"row_index": torch.int32}, {"output_mask": [True, True, False, True, True, True, True]}
+FOUND: list[tuple[str, dict, dict]] = [  # what calls once were outside of their bounds for
+    (
+        "layer_norm_bwd_modulated", {"grad_out": FP64, "bias": FP64},
+        {"output_mask": [True] * 7, "dx_dtype": FP64},
+    ),
+    ("rms_norm_bwd_modulated_by_index", NUMBERS | {"grad_out": FP64, "shift": FP64}, WANTED),
+    ("rms_norm_bwd_modulated_by_index", NUMBERS | {"branch": FP64, "grad_out": FP32, "shift": FP32}, WANTED),
+    ("layer_norm_bwd_modulated_by_index", NUMBERS | {"x": FP64, "scale": FP32}, WANTED),
+    ("layer_norm_fwd_times_gate", TYPES, {"rounds_x_hat": True, "y_dtype": FP64, "groups": 4}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("op", FOUND)
-def test_formulas_round_as_kernels_do(op):
-    call, (dtypes, given) = small_call(op, **FEW_ROWS), FOUND[op]
+@pytest.mark.parametrize(("op", "dtypes", "given"), FOUND)
+def test_formulas_round_as_kernels_do(op, dtypes, given):
+    call = small_call(op, **FEW_ROWS)
     values = {name: "normal" for name in call.values}
     layouts = {name: "[M]" if name in ("mean", "rstd") else "contiguous" for name in call.layouts}
     of = {name: torch.float16 for name in call.dtypes} | dtypes
