@@ -133,8 +133,10 @@ class Norm(CompileTime):
         return self.rows_in[nth] in self.tables
 
     def is_late(self, nth: int) -> bool:
-        """Whether of the nth of rows_in only `gradients` reads the tile."""
-        return self.rows_in[nth] in self.form.late
+        """Whether the tile of the nth of rows_in is read only when the sums of a row are known: by `gradients`, or in a
+        forward by `finish`, for which tables alone are loaded so late."""
+        name, backward = self.rows_in[nth], self.wants_dx or self.wants_sums
+        return name in self.form.late if backward else name in self.tables and name in FOLDED
 
     def is_late_shared(self, nth: int) -> bool:
         """The same of the nth of shared."""

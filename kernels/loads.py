@@ -47,40 +47,59 @@ def share_of_cta(rows, sample_rows):
 
 
 @triton.jit
-def begin_of_block(block, tiles, blocks):
-    """The first tile of a block; the first blocks have one tile more than the others."""
-    return block * (tiles // blocks) + tl.minimum(block, tiles % blocks)
+def most_places(rows, table_rows, ctas, tile_rows: tl.constexpr):
+    """How many of the sorted rows a CTA has at most, of so many CTAs. A division of 64 bits would need a stack."""
+    tiles = tl.cdiv(rows.to(tl.int32), tile_rows)
+    return tl.cdiv(tiles, ctas - table_rows.to(tl.int32) - 2) * tile_rows
+
+
+@triton.jit
+def first_of_key(begin, key, most):
+    """The number of the first CTA of a key that begins at this place."""
+    return begin.to(tl.int32) // most + 1 + key
 
 
 @triton.jit
 def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.constexpr):
-    """The CTA's share where `key_ptr` has the keys of rows in ascending order: places of this order, of one key and of
-    one block. Keys go from -1 to table_rows, and CTA b + 1 + k has those of key k in block b: with b, the first key of
-    a block ascends. So b is the last block of which the number and the first key, with 1, are no more than the CTA's
-    number. The function `numbers` gives those below a count, and with them the layout."""
-    lanes: tl.constexpr = 1024  # blocks or places of one step
+    """The CTA's share where `key_ptr` has the keys of rows in ascending order: places of this order, of one key. Keys
+    go from -1 to table_rows. The CTAs of a key are those before the first one of the next key, which are enough for
+    most_places each, because one more counts for each key. At each place the first CTA of its key, if it began there,
+    is one of the key's CTAs, and these ascend: the CTA's key is that of the last place where it is not behind the CTA.
+    The function `numbers` gives those below a count, and with them the layout."""
+    lanes: tl.constexpr = 1024  # places of one step: at most as many as 16 bits count
     cta = tl.program_id(0)
-    blocks = tl.num_programs(0) - table_rows.to(tl.int32) - 1
+    most = most_places(rows, table_rows, tl.num_programs(0), tile.rows)
     rows = rows.to(tl.int32)
-    tiles = tl.cdiv(rows, tile.rows)
-    b = 0
-    for start in range(0, blocks, lanes):
-        block = start + numbers(lanes, tile)
-        place = begin_of_block(block, tiles, blocks) * tile.rows
-        key = tl.load(key_ptr + place, mask=block < blocks, other=0)
-        b = tl.maximum(b, tl.max(tl.where((block < blocks) & (block + 1 + key <= cta), block, 0)))
-    key = cta - 1 - b
-    begin = begin_of_block(b, tiles, blocks) * tile.rows
-    end = tl.minimum(begin_of_block(b + 1, tiles, blocks) * tile.rows, rows)
-    first = end
-    last = begin
-    for start in range(begin, end, lanes):
-        place = start + numbers(lanes, tile)
-        keys = tl.load(key_ptr + place, mask=place < end, other=0)
-        first = tl.minimum(first, tl.min(tl.where((place < end) & (keys >= key), place, end)))
-        last = tl.maximum(last, tl.max(tl.where((place < end) & (keys <= key), place + 1, begin)))
-    key = tl.where(first < last, key, 0)  # of no rows: nothing must be NaN
-    return Share(key, cta * 0, 1, first, last)
+    step = tl.cdiv(rows, lanes)
+    coarse = (numbers(lanes, tile) + 1) * step - 1  # the last place of each step
+    none = (table_rows + 1).to(tl.int32)
+    keys = tl.load(key_ptr + coarse, mask=coarse < rows, other=none)
+    at = tl.sum(((coarse < rows) & (first_of_key(coarse, keys, most) <= cta)).to(tl.int32)) * step - 1
+    key = -2
+    for start in range(0, step + 1, lanes):
+        place = at + start + numbers(lanes, tile)
+        inside = (place >= 0) & (place <= at + step) & (place < rows)
+        found = tl.load(key_ptr + place, mask=inside, other=none)
+        key = tl.maximum(key, tl.max(tl.where(inside & (first_of_key(place, found, most) <= cta), found, -2)))
+    # Where the key begins, and the next one: steps with smaller keys and, in the upper 16 bits, with no larger ones.
+    steps = tl.sum((keys < key).to(tl.int32) + ((keys <= key).to(tl.int32) << 16))
+    first = (steps & 0xFFFF) * step
+    last = (steps >> 16) * step
+    first_step, last_step = first, last
+    for start in range(0, step, lanes):
+        nth = start + numbers(lanes, tile)
+        places = first_step + nth
+        before = tl.load(key_ptr + places, mask=(nth < step) & (places < rows), other=none)
+        places = last_step + nth
+        until = tl.load(key_ptr + places, mask=(nth < step) & (places < rows), other=none)
+        both = tl.sum((before < key).to(tl.int32) + ((until <= key).to(tl.int32) << 16))
+        first += both & 0xFFFF
+        last += both >> 16
+    nth = cta - first_of_key(first, key, most)
+    ctas = first_of_key(last, key, most) - first_of_key(first, key, most) + 1
+    is_any = (key > -2) & (nth < ctas)
+    key = tl.where(is_any, key, 0)  # of no rows: nothing must be NaN
+    return Share(key, tl.where(is_any, nth, 0), ctas, first, tl.where(is_any, last, first))
 
 
 @triton.jit

@@ -86,13 +86,21 @@ def other_rows(rows_in, strides_in, t: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
+def numbers_of(row_index_ptr, row, in_range):
+    """The numbers of the rows of tables that belong to the rows `row`."""
+    return tl.load(row_index_ptr + row, mask=in_range, other=0).to(tl.int64)
+
+
+@triton.jit
 def row_of(t: tl.constexpr, row, in_range, index, norm: tl.constexpr):
     """Which rows of the t-th row tensor beside x belong to the rows `row`, and which of these are there. `index` is the
-    numbers, for the rows in range, and how many rows a table has."""
+    pointer to all rows' numbers, or those of these rows, and how many rows a table has."""
     found = row
     is_there = in_range
     if norm.is_table(t):
-        found = tl.load(index[0] + row, mask=in_range, other=0).to(tl.int64)
+        found = index[0]
+        if found.dtype.is_ptr():
+            found = numbers_of(found, row, in_range)
         is_there = in_range & (found.to(tl.uint64) < index[1])  # a negative number is a large one
     return found, is_there
 
@@ -336,12 +344,13 @@ def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr, numbers: tl.con
 
 @triton.jit
 def write_rows(
-    tiles, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps, norm: tl.constexpr,
-    tile: tl.constexpr,
+    tiles, of_sample, rows_in, strides_in, index, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out,
+    eps, norm: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None."""
+    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None. Rows of tables are
+    loaded when the statistics are known, from the cache, so that no register holds them before."""
     in_range = row < rows
-    x = combine_tiles(tiles, rows_out, norm, tile)
+    x = combine_tiles(tiles + of_sample, rows_out, norm, tile)
     if rows_out is not None:
         for t in tl.static_range(len(rows_out)):
             for c in tl.static_range(tile.chunks):
@@ -355,6 +364,7 @@ def write_rows(
         tl.store(rstd_ptr + of_groups(row, tile), row_rstd, mask=in_range)
     mean = row_mean[:, None]
     rstd = row_rstd[:, None]
+    tiles = load_late_tiles(tiles, rows_in, strides_in, index, row, rows, cols, norm, tile) + of_sample
     for c in tl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
         y = norm.form.round_x_hat(normalize(x[c].to(norm.acc), mean, rstd, norm), of_chunk, norm)
@@ -374,7 +384,6 @@ def forward(
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
     None."""
-    index = (row_index_ptr, table_rows)
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     rows_in = each_of_group(rows_in, cols, tile)
@@ -385,7 +394,12 @@ def forward(
     share = share_of_cta(rows, sample_rows)
     step = share.ctas * tile.rows
     row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
-    tiles = load_row_tiles(x_rows, rows_in, strides_in, index, row, share.last, cols, norm, tile)
+    named = row  # the rows of tables, if there are any
+    if norm.has_tables:
+        named = numbers_of(row_index_ptr, row, row < share.last)
+    tiles = load_row_tiles(
+        x_rows, rows_in, strides_in, (named, table_rows), row, share.last, cols, norm, tile, late=False
+    )
     of_sample = load_shared(shared, strides_shared, share.sample, cols, columns, tile)
     weight = load_parameter(of_group(weight_ptr, cols, tile), cols, norm.has_weight, columns, tile)
     bias = load_parameter(of_group(bias_ptr, cols, tile), cols, norm.has_bias, columns, tile)
@@ -393,18 +407,24 @@ def forward(
     weight, bias, of_sample = folded(weight, bias, of_sample, norm, tile)
     if tile.one_tile:
         write_rows(
-            tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
-            inside, tile,
+            tiles, of_sample, rows_in, strides_in, (named, table_rows), row, share.last, cols, weight, bias, y_ptr,
+            mean_ptr, rstd_ptr, rows_out, eps, inside, tile,
         )  # fmt: skip
     else:
         for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
             ahead = row + step
-            next_tiles = load_row_tiles(x_rows, rows_in, strides_in, index, ahead, share.last, cols, norm, tile)
+            named_ahead = ahead
+            if norm.has_tables:
+                named_ahead = numbers_of(row_index_ptr, ahead, ahead < share.last)
+            next_tiles = load_row_tiles(
+                x_rows, rows_in, strides_in, (named_ahead, table_rows), ahead, share.last, cols, norm, tile, late=False
+            )
             write_rows(
-                tiles + of_sample, row, share.last, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out, eps,
-                inside, tile,
+                tiles, of_sample, rows_in, strides_in, (named, table_rows), row, share.last, cols, weight, bias, y_ptr,
+                mean_ptr, rstd_ptr, rows_out, eps, inside, tile,
             )  # fmt: skip
             row = ahead
+            named = named_ahead
             tiles = next_tiles
 
 
@@ -455,7 +475,7 @@ def backward(
         row = share.first + share.cta.to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
         end = share.last
     else:
-        place = share.first + tl.arange(0, tile.rows)
+        place = share.first + share.cta * tile.rows + tl.arange(0, tile.rows)
         row = rows_at(order_ptr, place, share.last, rows)
         ahead = rows_at(order_ptr, place + step, share.last, rows)
         end = rows
@@ -544,10 +564,11 @@ def backward(
     partials = min(share.ctas, tl.cdiv(share.last - share.first, tile.rows).to(tl.int32))
     for c in tl.static_range(tile.chunks):
         partial = share.cta + tl.zeros([1, 1], tl.int64)
-        here, is_any = partial * of_groups(cols, tile), partial < partials
         if key_ptr is not None:  # every CTA has a row, whatever it has
-            here, is_any = (partial + tl.program_id(0)) * cols, partial >= 0
-        elif sample_rows is not None:
+            partial = partial * 0 + tl.program_id(0)
+            partials = tl.num_programs(0)
+        here, is_any = partial * of_groups(cols, tile), partial < partials
+        if sample_rows is not None:
             here += share.sample.to(tl.int64) * share.ctas * of_groups(cols, tile)
         if norm.wants_dw:
             dw_ptr = of_group(dw_partial_ptr, cols, tile)

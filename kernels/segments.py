@@ -5,15 +5,16 @@ before. CTA c of the first counts how often its places have each digit, as row c
 knows from these where its rows go. Keys are numbers in ascending order. Those below 0 are -1, and those from `size` on
 are `size`.
 
-multiwave.backward takes its rows in this order. A CTA has the places of one key in one block of them, and leaves their
-sum as a row of the partials: those of key k in block b as row b + 1 + k. No two blocks and keys have the same row,
-because both ascend. The blocks of a key are adjacent, and so are its partials, which `sum_keys` adds up.
+Backwards take their rows in this order. The rows of a key are divided among CTAs as those of a sample are, so that CTAs
+that run at the same time read rows that lie near one another. The CTAs of a key are adjacent (loads.share_of_key), and
+so are its rows of the partials, which `sum_keys` adds up.
 """
 
 import triton
 import triton.language as tl
 
 from .finalizer import sum_partials
+from .loads import first_of_key, most_places
 from .ptx import wait_for_prerequisites
 
 
@@ -73,15 +74,6 @@ def sort_by_digit(
         goes_to += tl.sum(digits, axis=0)
 
 
-@triton.jit
-def block_of(place, rows, blocks, tile_rows: tl.constexpr):
-    """The block that has a place, as loads.begin_of_block cuts them. A division of 32 bits needs no stack."""
-    tiles = tl.cdiv(rows.to(tl.int32), tile_rows)
-    tile = place.to(tl.int32) // tile_rows
-    least, longer = tiles // blocks, tiles % blocks  # tiles of a block, and how many blocks have one more
-    return tl.maximum(tile // (least + 1), (tile - longer) // least)
-
-
 @triton.jit(do_not_specialize=["rows", "num_partials"])
 def sum_keys(
     partial_ptrs, out_ptrs, key_ptr, rows: "i64", num_partials, cols, tile_rows: tl.constexpr, tile: tl.constexpr,
@@ -103,11 +95,9 @@ def sum_keys(
         smaller = inside & (tl.load(key_ptr + place, mask=inside, other=0) < bounds)
         found += tl.sum(smaller.to(tl.int32), axis=1, keep_dims=True) * step
         left = step - 1
-    begin, end = tl.min(found), tl.max(found)
-    blocks = num_partials - tl.num_programs(0) - 1
-    first = block_of(begin, rows, blocks, tile_rows)
-    count = tl.where(begin < end, block_of(end - 1, rows, blocks, tile_rows) - first + 1, 0).to(tl.int32)
+    most = most_places(rows, tl.num_programs(0), num_partials, tile_rows)
+    first, last = first_of_key(tl.min(found), key, most), first_of_key(tl.max(found), key, most)
     for t in tl.static_range(len(out_ptrs)):
         if tl.program_id(2) == t:
-            partials, out = partial_ptrs[t] + (first + 1 + key) * cols, out_ptrs[t] + key * cols
-            sum_partials(partials, out, first_col, count, cols, None, None, None, tile)
+            partials, out = partial_ptrs[t] + first * cols, out_ptrs[t] + key * cols
+            sum_partials(partials, out, first_col, last - first + 1, cols, None, None, None, tile)

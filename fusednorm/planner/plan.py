@@ -193,11 +193,11 @@ class Grid:
     least_short_lived: int  # with fewer short-lived CTAs, of a sample, there are as many as run at the same time
     partials_of_cta: int  # rows of the partials: one per CTA, or one per compute group of it
     sample_rows: int = 0  # rows of a sample, which has CTAs of its own; 0: all rows are one sample
-    more_ctas: int = 0  # than blocks of rows
+    more_ctas: int = 0  # one for each key, and one more: see loads.share_of_key
 
     def by_key(self, keys: int) -> Grid:
-        """The grid where rows are sorted by keys from -1 to `keys`. A block of rows has a CTA for each of its keys."""
-        more = keys + 1
+        """The grid where rows are sorted by keys from -1 to `keys`, each of which has CTAs of its own."""
+        more = keys + 2
         spared = more if more <= limits.spared_ctas * self.at_once else 0
         return replace(self, at_once=self.at_once - spared, more_ctas=more)
 
