@@ -78,7 +78,7 @@ def column_tile(plan: ColumnTilePlan, log2_divisor: int, groups: int) -> Tile:
 
 
 def log2_divisor(call: ForwardCall | BackwardCall) -> int:
-    """That of the columns and all row strides, for a portable kernel's tile."""
+    """log2_divisor_of the columns and all row strides, which the tile of a portable kernel has."""
     strides = [view.outer_stride | view.inner_stride for view in call.rows_read]
     counts = [each.value for each in call.added if each.role is Role.COUNT]
     return log2_divisor_of(functools.reduce(operator.or_, [*strides, *counts], call.problem.cols))

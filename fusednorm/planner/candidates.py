@@ -204,8 +204,7 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     plan = _first_within_budget(plans, problem, device, True)
     if plan and plan.short_lived:  # as many CTAs as there are registers for
         room = min(device.registers_per_sm // budget.registers(plan, problem, device), device.max_threads_per_sm)
-        many = problem.tables and warps < 8  # a CTA of few warps waits for a row of a table
-        ctas = room // threads if many else min(tile.ctas_per_sm, room // threads)
+        ctas = room // threads if problem.tables else min(tile.ctas_per_sm, room // threads)
         return replace(plan, ctas_per_sm=ctas, max_registers=budget.register_limit(threads * ctas, device))
     return plan
 

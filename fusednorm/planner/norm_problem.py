@@ -137,12 +137,11 @@ class NormProblem:
         own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
         x, grad, residual, weight, bias = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
-        late = [of for name, of in zip(self.names_in, self.rows_in, strict=False) if name in self.form.late]
-        # A forward keeps the row that is normalized from its statistics to y, and what the form's last step reads, but
-        # for rows of tables, which it loads between them.
+        named = [*zip(self.names_in, self.rows_in, strict=False)]
+        late = [of for name, of in named if name in self.form.late]
+        # A forward keeps the row that is normalized from its statistics to y, and what its last step reads of no table.
         normalized = self.x_dtype if not self.rows_out else self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
-        last = zip(self.names_in[self.form.rows_before :], self.rows_in[self.form.rows_before :], strict=False)
-        held = normalized, *[of for name, of in last if name not in self.tables]
+        held = normalized, *[of for name, of in named[self.form.rows_before :] if name not in self.tables]
         # Each element of scattered rows has an address and a predicate of its own. The compiler tests one column in 16
         # for the end of a row that is not odd. TMA copies a row that is in small pieces by 16 bytes. A forward holds
         # rows that are wider than x's if they are a weight that it makes in float32, or modulations.

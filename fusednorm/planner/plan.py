@@ -196,7 +196,7 @@ class Grid:
     more_ctas: int = 0  # one for each key, and one more: see loads.share_of_key
 
     def by_key(self, keys: int) -> Grid:
-        """The grid where rows are sorted by keys from -1 to `keys`, each of which has CTAs of its own."""
+        """The grid where rows are sorted by keys from -1 to `keys`. Each key has CTAs of its own."""
         more = keys + 2
         spared = more if more <= limits.spared_ctas * self.at_once else 0
         return replace(self, at_once=self.at_once - spared, more_ctas=more)
