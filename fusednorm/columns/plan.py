@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 from ..planner import limits
 from ..planner.budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
 from ..planner.device import DeviceSpec
-from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH, capability
+from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH
 from ..planner.plan import ReferencePlan
 from .problem import ColumnSumProblem
 
@@ -71,7 +71,7 @@ VECTOR_BYTES = 16  # per load of a thread
 def ring_fault(problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> str | None:
     """Why no tile of these tensors can go through the ring; None if one can."""
     if device.arch < OLDEST_TMA_ARCH:
-        return f"needs compute capability 9.0 for TMA, {device.name} has {capability(device)}"
+        return f"needs compute capability 9.0 for TMA, {device.name} has {device.capability}"
     if problem.acc_dtype.itemsize > 4:
         return "sums in float32, and these sums are to be taken in float64"
     if not problem.tma_aligned:
@@ -157,7 +157,7 @@ def choose(problem: ColumnSumProblem, rows: int, device: DeviceSpec, kernel: str
     """The plan and number of splits with the least predicted time. If `kernel` is named and has a plan, only its plans
     compete."""
     if device.arch < OLDEST_ARCH:
-        return Choice(ReferencePlan(f"needs compute capability 8.0, {device.name} has {capability(device)}"))
+        return Choice(ReferencePlan(f"needs compute capability 8.0, {device.name} has {device.capability}"))
     plans: dict[str, list[SumPlan]] = {"ring": [], "portable": list(portable_plans(problem, device))}
     if ring_fault(problem, rows, device) is None:
         plans["ring"] = list(ring_plans(problem, device))

@@ -11,7 +11,7 @@ from ..host import fallback
 from ..planner import limits
 from ..planner.budget import MAX_REGISTERS, RESERVED_SMEM_BYTES, register_limit
 from ..planner.device import DeviceSpec
-from ..planner.legality import OLDEST_ARCH, capability
+from ..planner.legality import OLDEST_ARCH
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..settings import invariance
@@ -43,7 +43,7 @@ class HeadPlan:
 @functools.lru_cache(maxsize=4096)
 def choose(problem: HeadProblem, device: DeviceSpec) -> HeadPlan | ReferencePlan:
     if device.arch < OLDEST_ARCH:
-        return ReferencePlan(f"needs compute capability 8.0, {device.name} has {capability(device)}")
+        return ReferencePlan(f"needs compute capability 8.0, {device.name} has {device.capability}")
     chunk, _, num_chunks = chunks_of(problem.cols, problem.dtype.itemsize, problem.turned_together)
     if num_chunks > (most := limits.head_chunks):
         return ReferencePlan(f"rotates {problem.turned} of {problem.cols} columns, which makes more than {most} chunks")

@@ -64,11 +64,9 @@ def static_bytes(plan: RingPlan) -> int:
 def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     """Of a ring, its parameters and barriers, and of what a kernel uses while it reads its rows, or after them in place
     of the ring (pipelined kernels)."""
-    backward, is_pipelined = not problem.is_forward, isinstance(plan, PipelinedPlan)
-    tensors = [problem.x_dtype, *([problem.grad_dtype] if backward else [])]
-    tensors += problem.rows_in if plan.rows_in_ring else ()
-    tensors += [problem.residual_dtype] if plan.added_in_ring else []
-    held = computed(plan, problem)
+    added = problem.residual_dtype if plan.added_in_ring else None
+    tensors = [*filter(None, (problem.x_dtype, problem.grad_dtype, added)), *problem.rows_in * plan.rows_in_ring]
+    held, is_pipelined = computed(plan, problem), isinstance(plan, PipelinedPlan)
     parameters = [held.weight_dtype, held.bias_dtype if held.reads_bias else None, *held.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(bytes_of, tensors))

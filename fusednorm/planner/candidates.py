@@ -110,12 +110,10 @@ def _uncut(kind: str, problem: NormProblem, device: DeviceSpec) -> Iterator[Plan
             if kind in RINGS:
                 columns = (rows if cluster == 1 else 1) * problem.cols / (32 * frame.num_warps * cluster)
                 known = frame._asdict() | {"kind": kind, "rows": rows, "cluster": cluster, "columns": columns}
-                of_ring = limits.stages_of_ring, limits.weight_in_smem
-                stages, in_smem = (limits.value_of(each, problem.quantities, known) for each in of_ring)
-                shape |= {"num_stages": stages, "weight_in_smem": in_smem, "cluster": cluster}
-                yield RINGS[kind](**shape, added_in_ring=RINGS[kind] is PipelinedPlan)
-            else:
-                yield MultiWavePlan(**shape)
+                of_ring = {"num_stages": limits.stages_of_ring, "weight_in_smem": limits.weight_in_smem}
+                shape |= {name: limits.value_of(each, problem.quantities, known) for name, each in of_ring.items()}
+                shape |= {"cluster": cluster, "added_in_ring": RINGS[kind] is PipelinedPlan}
+            yield RINGS.get(kind, MultiWavePlan)(**shape)
 
 
 def _tiles(frame: Frame, cluster: int, problem: NormProblem) -> list[int]:

@@ -28,6 +28,10 @@ class DeviceSpec:
     triton: tuple[int, int] = OLDEST_TRITON  # the release that compiles: each needs its own number of registers
 
     @property
+    def capability(self) -> str:
+        return f"{self.arch // 10}.{self.arch % 10}"
+
+    @property
     def places_dependents(self) -> bool:
         """Whether a dependent launch may be placed before the one that it depends on has ended."""
         return self.arch >= 90

@@ -39,9 +39,5 @@ def broken_rule(variant: str, problem: NormProblem, rows: int, device: DeviceSpe
     """The first rule that `variant` breaks with this problem, row count and device, or None."""
     known = vars(device) | CONSTANTS | {"rows": rows}
     broken = (each for each in rules(variant) if not limits.value_of(each.holds, problem.quantities, known))
-    gpu = f"{device.name} has {capability(device)}"
+    gpu = f"{device.name} has {device.capability}"
     return next((each._replace(reason=each.reason.format(gpu=gpu, **known)) for each in broken), None)
-
-
-def capability(device: DeviceSpec) -> str:
-    return f"{device.arch // 10}.{device.arch % 10}"

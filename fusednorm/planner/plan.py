@@ -254,13 +254,12 @@ def clusters_at_once(cluster: int, device: DeviceSpec) -> int:
     return max(1, device.sm_count * share // whole // cluster)
 
 
-def num_passes(plan: Plan, problem: NormProblem) -> int | None:
-    """How often the kernels read x and dy, None for ATen's. A forward's second read of x comes from the cache."""
-    return None if plan.kernel == "reference" else 1 + (plan.kernel == "column_tiles" and problem.writes_rows)
+def num_passes(plan: Plan, problem: NormProblem) -> int:
+    """How often the kernels read x and dy. A forward's second read of x comes from the cache."""
+    return 1 + (plan.kernel == "column_tiles" and problem.writes_rows)
 
 
-def num_launches(plan: Plan, problem: NormProblem) -> int | None:
-    """Kernel launches of one call; None for ATen's kernels. The second of two column-tile passes sums its partials
-    itself. All others use one more launch for the sums, if any."""
-    more = problem.num_sums > 0 or (plan.kernel == "column_tiles" and problem.wants_dx)
-    return None if plan.kernel == "reference" else 1 + more
+def num_launches(plan: Plan, problem: NormProblem) -> int:
+    """Kernel launches of one call. The second of two column-tile passes sums its partials itself. All others use one
+    more launch for the sums, if any."""
+    return 1 + (problem.num_sums > 0 or (plan.kernel == "column_tiles" and problem.wants_dx))
