@@ -249,10 +249,10 @@ def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan
 
 
 def column_ring_plan(problem: NormProblem, device: DeviceSpec) -> ColumnRingPlan | None:
-    """Of a backward without dx, two CTAs on an SM, by the largest tile for which shared memory has room."""
+    """Of a backward without dx, by the largest tile for which shared memory has room."""
     ring = limits.column_ring
-    resources = ring["chunk"], ring["stages"], ring["warps"], 2, budget.register_limit(64 * ring["warps"], device)
-    plans = (ColumnRingPlan(rows, *resources) for rows in ring["rows"])
+    limit = budget.register_limit(32 * ring["num_warps"] * ring["ctas_per_sm"], device)
+    plans = (ColumnRingPlan(**ring, rows_per_tile=rows, max_registers=limit) for rows in limits.rows_of_column_ring)
     return next((plan for plan in plans if budget.fits_shared_memory(plan, problem, device)), None)
 
 

@@ -142,9 +142,9 @@ def predicted(problem: NormProblem, device: DeviceSpec) -> Ranges:
         plans = [plan for plan in plans if plan.variant != "async_copy"]
     else:  # a backward that reads its rows once is faster at any number of rows
         plans = [plan for plan in plans if num_passes(plan, problem) == 1] or plans
-    if problem.by_key:  # no registers are as fast as three CTAs with rings (data/frames.json)
+    if problem.by_key:
         rings = [plan for plan in plans if plan.kernel == "pipelined"]
-        plans = rings if any(plan.ctas_per_sm > 2 for plan in rings) else plans
+        plans = rings if any(plan.ctas_per_sm >= limits.ctas_of_order for plan in rings) else plans
     compared, sms = limits.compared_rows_per_sm, device.leaving(0).sm_count
     ends = [math.sqrt(few * many) * sms for few, many in itertools.pairwise(compared)]
     fastest = [_fastest(plans, problem, device, rows_per_sm) for rows_per_sm in compared]

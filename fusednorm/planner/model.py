@@ -88,15 +88,15 @@ def work_of(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> 
     of_sm = plan.rows_per_tile * tiles * on_an_sm  # parts of rows
     # A tile in registers is loaded while another is computed on, if the CTA has another.
     boxes, stages = 0.0, 1 if plan.short_lived else 2
-    # Chunks, times the warps that have a part of each column's sum; eight rows that a thread adds up count as one.
+    # Chunks, times the warps that have a part of each column's sum, or the rows that a thread adds up.
     owns = plan.by_columns or plan.rows_per_tile == 1 or problem.owns_columns(plan.chunk, plan.num_warps)
     merged = 0 if owns else plan.num_chunks * plan.num_warps
     if is_ring:
-        box, stages = plan.box_columns(problem.cols), plan.num_stages
+        box, stages = plan.box_columns(problem.cols), plan.num_stages + plan.by_threads  # refilled while computed on
         slower = limits.slower_if_many if plan.chunk > limits.many_boxes * box else 1
-        stages += plan.by_threads  # a stage is refilled while it is computed on
         boxes = 0 if plan.by_threads else problem.cols / box * (2 - problem.is_forward) * slower
-        merged = plan.num_chunks * plan.rows_per_tile / 8 if 1 == plan.warps_per_row < plan.num_warps else 0
+        adds_up = 1 == plan.warps_per_row < plan.num_warps
+        merged = adds_up * plan.num_chunks * plan.rows_per_tile / limits.rows_added_up
     return Work(
         memory_us=bytes_moved(plan, problem, rows, device) / (device.bandwidth_gb_s * 1e3),
         launches=num_launches(plan, problem),
