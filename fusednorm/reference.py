@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dtypes import accumulation_dtype
-from .forms import PLAIN, FormSpec
+from .forms import PLAIN
 from .operands import (
     FORWARD,
     OPS,
@@ -143,13 +143,9 @@ def forward_formula(operands: Operands) -> Outputs:
     x, form, dims = operands.x, operands.form, _normalized_dims(operands.normalized_shape)
     dtype = accumulation_dtype(*[each.dtype for each in operands.rows])
     y_dtype, _, _, *dtypes = [output_dtype(operands, each) for each in operands.outputs]
-    h, added = x.to(dtype), []
-    if form.combine == "gate":
-        h = row_of(form, x, operands.gate)
-    elif form.combine:
-        h = _plus(_gated(h, operands) if form.combine == "add_gated" else h, operands.residual)
-        added = [h.to(each).contiguous() for each in dtypes]
-        h = rounded(h, dtypes[0]) if form.rounds_sum else h
+    h = COMBINE[form.combine](x.to(dtype), operands)
+    added = [h.to(each).contiguous() for each in dtypes]
+    h = rounded(h, dtypes[0]) if added and form.rounds_sum else h
     x_hat, mean, rstd = normalized(h, dims, operands.norm == "layer", operands.eps)
     x_hat = rounded(x_hat, x.dtype) if form.rounds_x_hat else x_hat
     u = affine(x_hat, operands.weight, operands.bias, form.weight_offset)
@@ -157,10 +153,7 @@ def forward_formula(operands: Operands) -> Outputs:
         present = [each.dtype for each in (operands.weight, operands.bias) if each is not None]
         promoted = reduce(torch.promote_types, present, x.dtype)
         u = rounded(u, promoted) if promoted.itemsize == 2 else u
-    v = _modulated(u, operands) if form.modulate else u
-    y = _plus(v, operands.residual) if form.finish == "add" else v
-    if form.finish == "gate":
-        y = v * activated(form, operands.gate.to(dtype))[0]
+    y = FINISH[form.finish](_modulated(u, operands) if form.modulate else u, operands)
     return y.to(y_dtype).contiguous(), mean, rstd, *added
 
 
@@ -185,24 +178,25 @@ def _normalized_by(h: Tensor, normalized_shape: Sequence[int], mean: Tensor | No
     return (h if mean is None else h - mean) * rstd, mean, rstd
 
 
-def activated(form: FormSpec, gate: Tensor) -> tuple[Tensor, Tensor]:
+def silu(z: Tensor) -> tuple[Tensor, Tensor]:
+    s, slope = sigmoid(z)
+    return z * s, s + z * slope
+
+
+def sigmoid(z: Tensor) -> tuple[Tensor, Tensor]:
+    s = torch.sigmoid(z)
+    return s, s * (1 - s)
+
+
+def _activated(operands: Operands, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """act(gate) and its derivative."""
-    s = torch.sigmoid(gate)
-    slope = s * (1 - s)
-    return (gate * s, s + gate * slope) if form.activation == "silu" else (s, slope)
+    return ACTIVATIONS[operands.form.activation](operands.gate.to(dtype))
 
 
-def row_of(form: FormSpec, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The row that is normalized, from what a backward has of it: x, which may be a sum, or x and a gate."""
-    if form.combine != "gate" or gate is None:
-        return x
-    dtype = accumulation_dtype(x.dtype, gate.dtype)
-    return x.to(dtype) * activated(form, gate.to(dtype))[0]
-
-
-FACTORS = {"one_plus": lambda scale: 1 + scale, "identity": lambda scale: scale, "tanh": torch.tanh}
-# Of a factor, by its scale; None is 1.
-SLOPES = {"one_plus": None, "identity": None, "tanh": lambda scale: 1 - scale.tanh().square()}
+def _times_gate(rows: Tensor, operands: Operands) -> Tensor:
+    """rows * act(gate)"""
+    dtype = accumulation_dtype(rows.dtype, operands.gate.dtype)
+    return rows.to(dtype) * _activated(operands, dtype)[0]
 
 
 def _gated(x: Tensor, operands: Operands) -> Tensor:
@@ -214,7 +208,7 @@ def _gated(x: Tensor, operands: Operands) -> Tensor:
 def _modulated(u: Tensor, operands: Operands) -> Tensor:
     """u * factor(scale) + shift, in u's dtype."""
     shift, steps = operands.shift, steps_of(operands)
-    factor = FACTORS[operands.form.modulate](_spread(operands.scale, operands).to(u.dtype))
+    factor, _ = FACTORS[operands.form.modulate](_spread(operands.scale, operands).to(u.dtype))
     if steps:
         u, factor = rounded(u, steps.u), rounded(factor, steps.factor)
     v = u * factor
@@ -265,15 +259,15 @@ def backward_formula(operands: Operands) -> Outputs:
     wants = dict(zip([each.name for each in operands.outputs], wanted_outputs(operands), strict=True))
     gate, factor = operands.gate if form.activates else None, None
     dtype = accumulation_dtype(*[each.dtype for each in (x, gate, operands.branch) if each is not None])
-    h, dy, found = row_of(form, x, gate).to(dtype), operands.grad_out.to(dtype), {}
+    h, dy, found = _row_of(operands).to(dtype), operands.grad_out.to(dtype), {}
     x_hat, *_ = of = _normalized_by(h, shape, operands.mean, operands.rstd)
     if form.modulate:
-        scale = _spread(operands.scale, operands).to(dtype)
-        factor, slope = FACTORS[form.modulate](scale), SLOPES[form.modulate]
+        factor, slope = FACTORS[form.modulate](_spread(operands.scale, operands).to(dtype))
     elif form.finish:
-        factor, slope = activated(form, gate.to(dtype))
+        factor, slope = FACTORS_OF_FINISH[form.finish](operands, dtype)
     du = dy if factor is None else dy * factor
-    if any(wants.get(name) for name in ("dx", "dsummand", "dbranch")) or (wants.get("dgate") and not form.finish):
+    beside_dh = "dweight", "dbias", "dscale", "dshift", *(["dgate"] if form.finish else [])
+    if any(wanted for name, wanted in wants.items() if name not in beside_dh):
         g = affine(du, weight, offset=form.weight_offset)
         dh = input_gradient(g, of, _normalized_dims(shape), operands.residual_grad)
         found |= _of_row(dh, operands)
@@ -286,7 +280,7 @@ def backward_formula(operands: Operands) -> Outputs:
         if form.finish:
             found["dgate"] = of_factor * slope
         else:
-            found["dscale"] = _sum_sharers(of_factor * slope(scale) if slope else of_factor, operands.scale, operands)
+            found["dscale"] = _sum_sharers(of_factor * slope, operands.scale, operands)
     if wants.get("dshift"):
         found["dshift"] = _sum_sharers(dy, operands.shift, operands)
     return _in_dtypes(found, wants.values(), operands)
@@ -294,17 +288,19 @@ def backward_formula(operands: Operands) -> Outputs:
 
 def _of_row(dh: Tensor, operands: Operands) -> dict[str, Tensor]:
     """What the gradient of a row that is normalized adds to those of what it was made of, by name of the outputs."""
-    form, gate = operands.form or PLAIN, operands.gate
-    if form.combine == "gate":
-        factor, slope = activated(form, gate.to(dh.dtype))
-        return {"dx": dh * factor, "dgate": dh * operands.x.to(dh.dtype) * slope}
-    found = {"dx": dh}
-    if form.combine == "summands":
-        found["dsummand"] = dh.clone()
-    if operands.branch is not None:
-        found["dbranch"] = dh * _spread(gate, operands).to(dh.dtype)
-        found["dgate"] = _sum_sharers(dh * operands.branch.to(dh.dtype), gate, operands)
-    return found
+    return OF_ROW[(operands.form or PLAIN).combine](dh, operands)
+
+
+def _of_sum(dh: Tensor, operands: Operands) -> dict[str, Tensor]:
+    if operands.branch is None:
+        return {"dx": dh}
+    of_gate = _sum_sharers(dh * operands.branch.to(dh.dtype), operands.gate, operands)
+    return {"dx": dh, "dbranch": dh * _spread(operands.gate, operands).to(dh.dtype), "dgate": of_gate}
+
+
+def _of_gated(dh: Tensor, operands: Operands) -> dict[str, Tensor]:
+    factor, slope = _activated(operands, dh.dtype)
+    return {"dx": dh * factor, "dgate": dh * operands.x.to(dh.dtype) * slope}
 
 
 def _in_dtypes(found: dict[str, Tensor], wanted: Iterable[bool], operands: Operands) -> Outputs:
@@ -357,7 +353,8 @@ def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd
 
 
 def _row_of(operands: Operands) -> Tensor:
-    return row_of(operands.form or PLAIN, operands.x, operands.gate)
+    """The row that is normalized, from what a backward has of it: x, which may be a sum, or x and a gate."""
+    return COMBINE[(operands.form or PLAIN).combine](operands.x, operands)
 
 
 def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None, Tensor]:
@@ -380,4 +377,31 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
+# The steps of forms, by their names: (x or v, operands) -> the next rows.
+COMBINE: dict[str, Callable[[Tensor, Operands], Tensor]] = {
+    "": lambda x, of: x,
+    "add": lambda x, of: _plus(x, of.residual),
+    "gate": _times_gate,
+    "add_gated": lambda x, of: _plus(_gated(x, of), of.residual),
+    "summands": lambda x, of: x,
+}
+FINISH: dict[str, Callable[[Tensor, Operands], Tensor]] = {
+    "": lambda v, of: v,
+    "add": lambda v, of: _plus(v, of.residual),
+    "gate": _times_gate,
+}
+FACTORS_OF_FINISH = {"gate": _activated}  # (operands, dtype) -> what v is multiplied by, and its derivative
+# Of backwards: (dh, operands) -> the gradients of what h was made of, by name of the outputs.
+OF_ROW: dict[str, Callable[[Tensor, Operands], dict[str, Tensor]]] = {
+    "": _of_sum,
+    "gate": _of_gated,
+    "summands": lambda dh, of: {"dx": dh, "dsummand": dh.clone()},
+}
+# What a gate or a scale becomes, and its derivative.
+ACTIVATIONS = {"silu": silu, "sigmoid": sigmoid}
+FACTORS = {
+    "one_plus": lambda scale: (1 + scale, 1),
+    "identity": lambda scale: (scale, 1),
+    "tanh": lambda scale: (scale.tanh(), 1 - scale.tanh().square()),
+}
 FORMULAS: dict[str, Callable[..., tuple]] = {}  # of the arguments of ops from outside the package

@@ -107,7 +107,7 @@ class Modulated:
         u = (h - mean) * ((h - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
         u = u * (self.weight_offset + leaves["weight"]) if "weight" in leaves else u
         u = u + leaves["bias"] if "bias" in leaves else u
-        y = u * FACTORS[self.factor](scale) + (0.0 if shift is None else shift)
+        y = u * FACTORS[self.factor](scale)[0] + (0.0 if shift is None else shift)
         outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
         found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
         return {f"d{name}": each for name, each in zip(leaves, found, strict=True)}

@@ -395,7 +395,8 @@ def _is_right(y: object, made: Trial, computes: Computation) -> bool:
     weight, bias, form, (x, *gate) = named.get("weight"), named.get("bias"), computes.form, inputs
     arguments = computes.arguments(inputs, weight, bias, trials.EPS)
     want, *_ = reference.formula(operands_of(computes.op, arguments, {}))
-    h = reference.row_of(form, *inputs).unflatten(-1, (form.groups, -1))
+    act, slope = reference.ACTIVATIONS[form.activation](*gate) if gate else (1.0, None)
+    h = (x * act if form.combine else x).unflatten(-1, (form.groups, -1))
     plain = ForwardOperands(computes.norm, h, h.shape[-1:], eps=trials.EPS)
     x_hat, _, rstd = (each if each is None else each.expand_as(h).flatten(-2) for each in reference.formula(plain))
     grad = 1 + x_hat.detach()  # such a gradient shows statistics that are not differentiated
@@ -404,7 +405,6 @@ def _is_right(y: object, made: Trial, computes: Computation) -> bool:
     of_u = grad if weight is None else grad * (weight + form.weight_offset)
     sizes = [_largest(want), _largest(rstd * of_u)]
     if gate:
-        act, slope = reference.activated(form, *gate)
         of_h = _largest(rstd * of_u * act) if form.finish else sizes[1]
         sizes[1:] = (of_h, _largest(wants[1])) if form.finish else (of_h * _largest(act), of_h * _largest(x * slope))
     sizes += [w if w is None else w.abs().max() for w in wants[len(inputs) :]]

@@ -10,9 +10,10 @@ import wide_sums
 from cases import guarded_buffers
 from steps import FORMS, PORTABLE
 
+from fusednorm import reference
 from fusednorm.forms import ACTIVATIONS, COMBINE, FINISH, MODULATE
 from fusednorm.host import gpus
-from fusednorm.operands import FORM_OPS
+from fusednorm.operands import BACKWARD, FORM_OPS, OPS
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 
@@ -37,13 +38,15 @@ def test_steps_before_and_after_a_norm_give_the_oracles_numbers(steps, plan, mon
     steps.check(prepared.outputs)
 
 
-def test_kernels_have_the_steps_that_forms_name():
+def test_kernels_and_tensor_code_have_the_steps_that_forms_name():
     from fusednorm.kernels import rowmath
 
-    assert rowmath.COMBINE.keys() == COMBINE.keys()
-    assert rowmath.FINISH.keys() == FINISH.keys()
-    assert rowmath.ACTIVATIONS.keys() == set(ACTIVATIONS)
-    assert rowmath.FACTORS.keys() == set(filter(None, MODULATE))
+    for formulas in rowmath, reference:
+        assert formulas.COMBINE.keys() == COMBINE.keys()
+        assert formulas.FINISH.keys() == FINISH.keys()
+        assert formulas.ACTIVATIONS.keys() == set(ACTIVATIONS)
+        assert formulas.FACTORS.keys() == set(filter(None, MODULATE))
+    assert reference.OF_ROW.keys() == {op.form.combine for op in OPS.values() if op.direction == BACKWARD}
     modulated = [op.form for op in FORM_OPS if op.form.modulate]  # test_modulated_forwards.py
     tried = {(form.combine, form.finish) for form in (*FORMS, *gated.FORMS, wide_sums.FORM, *modulated)}
     assert {each for pair in tried for each in pair} == COMBINE.keys() | FINISH.keys()
