@@ -17,7 +17,7 @@ functions of its steps (rowmath.py: form_of). The planner asks for counts alone,
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 
 class Step(NamedTuple):
@@ -101,6 +101,27 @@ PLAIN = FormSpec()
 CHOICES = {"modulate": MODULATE, "activation": ACTIVATIONS}  # the values of fields that operands set by name
 ROUNDINGS = {"once": False, "x_hat": True}  # FormSpec.rounds_x_hat, as callers name it
 STEPS = "steps"  # FormSpec.rounds_steps, as callers of modulated norms name it
+
+
+class Settings(TypedDict, total=False):
+    """What callers set of a form, by the names that arguments of its function have."""
+
+    weight_offset: float
+    rounding: str
+    normalize_rounded: bool
+    activation: str
+    group_size: int | None
+    gate_activation: str | None
+
+
+FIELDS = {"normalize_rounded": "rounds_sum", "group_size": "groups", "gate_activation": "modulate"}  # of FormSpec
+
+
+def fields_of(setting: str, value: Any) -> dict[str, Any]:
+    """What a setting says of a FormSpec; a group_size stands for the number of groups."""
+    if setting == "rounding":
+        return {"rounds_x_hat": ROUNDINGS.get(value, False), "rounds_steps": value == STEPS}
+    return {FIELDS.get(setting, setting): value}
 
 
 def require_one_of(asker: str, name: str, value: str, known: Collection[str]) -> None:

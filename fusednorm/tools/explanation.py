@@ -7,13 +7,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..dtypes import DTYPE_NAMES
-from ..forms import require_one_of
+from ..forms import Settings, require_one_of
 from ..host import fallback, gpus
 from ..host.derived import derived_of
 from ..host.kernel_devices import runs_kernels
@@ -30,6 +30,9 @@ from ..problem.validation import validate
 from ..settings import invariance, margin
 from ..settings.forcing import forced_variant
 from .warm import Wanted, form_named
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -258,61 +261,58 @@ def explain(
     form: str = "",
     residual: Tensor | None = None,
     gate: Tensor | None = None,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-    activation: str = "silu",
-    group_size: int | None = None,
     sample_rows: int | None = None,
     modulation_dtype: torch.dtype | None = None,
     device: DeviceSpec | None = None,
+    **settings: Unpack[Settings],
 ) -> Explanation:
     """Explain which kernel runs for a norm of x, `[*batch, *normalized_shape]`, and why. print() the result.
 
     norm is "layer" or "rms", direction "forward" or "backward". The backward computes the gradients of all inputs
     given, from a gradient laid out as grad_out, by default contiguous and of x's dtype. form is that of an op,
-    "affine", "of_sum", "times_gate", ..., with its residual or gate (by default contiguous and of x's dtype),
-    weight_offset, rounding, activation and group_size. In a backward of a sum, x is the sum, and if it is wider than
-    grad_out, the summand has grad_out's dtype. sample_rows rows share a row of each modulation (None: all rows
-    do, 1: no two), which has modulation_dtype (None: x's). `device`, such as fusednorm.planner.device.H200, replaces
-    x's own. The result takes `force` into account, and kernels that have failed in this process. Copies nothing and
-    launches nothing. Raises RuntimeError or TypeError where the op would, and ValueError for another norm, direction,
-    form, rounding or activation, for sample_rows and a modulation_dtype of a form without modulations, and for
-    sample_rows that do not divide the rows.
+    "affine", "of_sum", "times_gate", ..., with its residual or gate (by default contiguous and of x's dtype) and with
+    settings: arguments of its function, such as weight_offset, rounding or group_size. In a backward of a sum, x is the
+    sum, and if it is wider than grad_out, the summand has grad_out's dtype. sample_rows rows share a row of each
+    modulation (None: all rows do, 1: no two), which has modulation_dtype (None: x's). `device`, such as
+    fusednorm.planner.device.H200, replaces x's own. The result takes `force` into account, and kernels that have failed
+    in this process. Copies nothing and launches nothing. Raises RuntimeError or TypeError where the op would, TypeError
+    for another setting, and ValueError for another norm, direction, form, rounding or activation, for what the form
+    does not have, and for sample_rows that do not divide the rows.
     """
     require_one_of("explain", "norm", norm, NORMS)
     require_one_of("explain", "direction", direction, DIRECTIONS)
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
-    suffix, settings = form_named("explain", form, weight_offset, rounding, activation, group_size, **of_modulations)
+    suffix, of_form = form_named("explain", form, settings, **of_modulations)
     batch_shape = validate(ForwardOperands(norm, x, normalized_shape, weight, bias), "explain")
     rows, width, backward = math.prod(batch_shape), math.prod(normalized_shape), direction == "backward"
     beside = {"residual": residual, "gate": gate}  # one of these, if the form has it
     stream = next((each.dtype for each in beside.values() if each is not None), x.dtype)
     of_modulations["sample_rows"] = samples_of("explain", sample_rows, rows)
     dtype = x.dtype
-    if backward and suffix and OPS[f"{norm}_norm_fwd{suffix}"].form.combine == "add" and grad_out is not None:
+    if backward and suffix and OPS[f"{norm}_norm_fwd{suffix}"].form.rows_out and grad_out is not None:
         stream, dtype = x.dtype, min(x.dtype, grad_out.dtype, key=lambda each: each.itemsize)
     wanted = Wanted(norm, direction, width, dtype, getattr(weight, "dtype", None), False, (backward, False, False))
     if form:
-        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=settings, **of_modulations)
+        wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=of_form, **of_modulations)
     call = wanted.call()
-    of_form = call.problem
-    cols = of_form.cols
+    expected = call.problem
+    cols = expected.cols
     layouts = [_layout("x", x, len(batch_shape), cols)]
     if backward:
         given = grad_out is not None
         layouts.append(_layout("grad_out", grad_out, len(batch_shape), cols) if given else _contiguous(x, cols))
     for name, each in beside.items():
-        if each is not None and name in of_form.names_in:
+        if each is not None and name in expected.names_in:
             layouts.append(_layout(name, each, len(batch_shape), cols))
     problem = dataclasses.replace(
-        of_form,
+        expected,
         x_dtype=x.dtype,
         weight_dtype=None if weight is None else weight.dtype,
         bias_dtype=None if bias is None else bias.dtype,
         grad_dtype=(x if grad_out is None else grad_out).dtype if backward else None,
         wants_dw=backward and weight is not None,
         wants_db=backward and bias is not None,
-        nested_rows=of_form.nested_rows or any(layout.nested for layout in layouts),
+        nested_rows=expected.nested_rows or any(layout.nested for layout in layouts),
         tma_aligned=all(layout.aligned for layout in layouts),
     )
     notes = tuple(layout.note for layout in layouts if layout.note)

@@ -6,11 +6,12 @@ import argparse
 import itertools
 import json
 import sys
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from ..dtypes import DTYPES
-from ..forms import ACTIVATIONS, ROUNDINGS, STEPS
+from ..forms import Settings
 from ..host import gpus
 from ..operands import DIRECTIONS, FORMS, NORMS
 from ..planner import device
@@ -29,6 +30,12 @@ VARIANT_TEXTS = {
     "warp_specialized": "From sm_90 on. As pipelined, but a warp of its own makes the copies. Preferred on Blackwell.",
     "reference": "ATen's kernels.",
 }
+KINDS: dict[Any, dict[str, Any]] = {
+    float: {"type": float, "metavar": "C"},
+    int: {"type": int, "metavar": "N"},
+    bool: {"action": argparse.BooleanOptionalAction},
+    str: {"metavar": "NAME"},
+}
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +50,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     names = [suffix[1:] for _, suffix, *_ in FORMS]
     parser.add_argument("--form", choices=names, default="", help="default: the norm alone")
-    offset_help = "of a form: the factor is C + weight"
-    parser.add_argument("--weight-offset", type=float, default=0.0, metavar="C", help=offset_help)
-    parser.add_argument("--rounding", choices=(*ROUNDINGS, STEPS), default="once", help="of a form")
-    parser.add_argument("--activation", choices=ACTIVATIONS, default="silu", help="of a form with a gate")
-    size_help = "columns of a group, of a form with a gate (default: those of a row)"
-    parser.add_argument("--group-size", type=positive, metavar="N", help=size_help)
+    for name, hint in get_type_hints(Settings).items():
+        kind, *_ = (*get_args(hint), hint)  # that of an optional one
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, **KINDS[kind], help="of a form: an argument of its function")
     samples_help = "rows that share a row of each modulation, of a modulated form (default: all rows)"
     parser.add_argument("--sample-rows", type=positive, metavar="N", help=samples_help)
     modulation_help = "of scale, shift and gate of a modulated form (default: that of x)"
@@ -83,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 def wanted_of(options: argparse.Namespace, cols: int, rows: int) -> Wanted:
     """A call of contiguous rows with all outputs wanted."""
     samples, modulations = samples_of("plan", options.sample_rows, rows), DTYPES.get(options.modulation_dtype)
-    named = options.form, options.weight_offset, options.rounding, options.activation, options.group_size
+    named = options.form, {name: getattr(options, name) for name in Settings.__annotations__}
     form, settings = form_named("plan", *named, sample_rows=samples, modulation_dtype=modulations)
     has_bias = options.norm == "layer"
     dtypes = DTYPES[options.dtype], DTYPES[options.weight_dtype or options.dtype]

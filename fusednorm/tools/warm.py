@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..dtypes import FLOAT_DTYPES
-from ..forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
+from ..forms import CHOICES, PLAIN, ROUNDINGS, STEPS, Settings, fields_of, require_one_of
 from ..functional import groups_of, op_of_sum
 from ..host import fallback, gpus
 from ..host.program import Program
@@ -35,6 +35,9 @@ from ..problem.calls import BackwardCall, ForwardCall, check_backward, check_for
 from ..problem.outputs import settings_of, shape_of
 from ..problem.validation import FLOATS
 from ..settings.forcing import forced_variant
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
@@ -68,7 +71,7 @@ class Wanted(NamedTuple):
     output_mask: tuple[bool, bool, bool]
     residual_dtype: torch.dtype | None = None  # a form's residual's, or that of the gradient added to dx
     form: str = ""  # the suffix of the form's forward op
-    settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands, and a group_size
+    settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands; groups by their size
     sample_rows: int | None = None  # rows of each of two samples, which share a row of the modulations; None: all rows
     modulation_dtype: torch.dtype | None = None  # None: that of x
 
@@ -107,8 +110,8 @@ class Wanted(NamedTuple):
     def _forward(self) -> Operands:
         op, stream = self._forward_op, self.residual_dtype or self.dtype
         given: dict[str, Any] = {"normalized_shape": (self.cols,), "eps": 1e-5} | dict(self.settings)
-        if size := given.pop("group_size", None):
-            given["groups"] = groups_of(op.name, size, self.cols)
+        if "groups" in given:
+            given["groups"] = groups_of(op.name, given["groups"], self.cols)
         dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
         of_role = {Role.ROWS: stream, Role.MODULATION: self.modulation_dtype or self.dtype}
         for slot in op.inputs:
@@ -156,15 +159,12 @@ def warmup(
     output_mask: Sequence[bool] = (True, True, True),
     residual_dtype: torch.dtype | None = None,
     form: str = "",
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-    activation: str = "silu",
-    group_size: int | None = None,
     sample_rows: int | Sequence[int] | None = None,
     modulation_dtype: torch.dtype | None = None,
     directions: Sequence[str] = tuple(WAYS),
     device: torch.device | str | None = None,
     processes: int | None = None,
+    **settings: Unpack[Settings],
 ) -> int:
     """Compile and load the kernels of later calls, so that none of these compiles. Use it before a CUDA-graph capture,
     for example.
@@ -180,10 +180,6 @@ def warmup(
     :param residual_dtype: of a form's residual (None: dtype). Of plain norms, of the residual gradient that the
         backward adds to dx (None: no such gradient)
     :param form: "affine", "of_sum", "times_gate", ..., as the forms' ops are called ("": the plain norm)
-    :param weight_offset: that of the form's calls, like the next one
-    :param rounding: "once", "x_hat" or, of a modulated form, "steps"
-    :param activation: of a form with a gate, "silu" or "sigmoid", like the next one
-    :param group_size: columns of a group (None: a row)
     :param sample_rows: of a modulated form, rows that share a row of each modulation, one number or several; 1 if every
         row has its own (None: all rows share one)
     :param modulation_dtype: of a modulated form's scale, shift and gate (None: dtype)
@@ -191,21 +187,22 @@ def warmup(
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
     :param processes: number of processes that share the work (None: one per CPU)
+    :param settings: arguments of the form's function: weight_offset, rounding, normalize_rounded, activation,
+        group_size, gate_activation
 
     Rows are assumed to be contiguous, and aligned to 16 bytes if their size allows it. Honours `force`. Returns the
     number of kernels, 0 for a CPU device.
 
-    Raises ValueError for another norm, direction, form, rounding or activation, and for sample_rows or a
-    modulation_dtype with a form without modulations. Raises TypeError if cols, rows or sample_rows are no integers or a
-    dtype is no torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes
-    below 1, for a group_size that does not divide cols, for a GPU that is not there, and during the capture of a CUDA
-    graph.
+    Raises ValueError for another norm, direction, form, rounding or activation, and for what the form does not have.
+    Raises TypeError for another setting, if cols, rows or sample_rows are no integers, and if a dtype is no
+    torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
+    for a group_size that does not divide cols, for a GPU that is not there, and during the capture of a CUDA graph.
     """
     require_one_of("warmup", "norm", norm, NORMS)
     for each in directions:
         require_one_of("warmup", "directions", each, WAYS)
     of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
-    suffix, settings = form_named("warmup", form, weight_offset, rounding, activation, group_size, **of_modulations)
+    suffix, of_form = form_named("warmup", form, settings, **of_modulations)
     _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
     device = checked_device("warmup", device)
     if device.type == "cpu":
@@ -215,7 +212,7 @@ def warmup(
     weight = (weight_dtype or dtype) if elementwise_affine else None
     widths = [cols] if isinstance(cols, int) else cols
     bias = norm == "layer" if bias is None else bias
-    expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, settings
+    expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, of_form
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
     wanted = [
         Wanted(norm, each, width, *expected, count, modulation_dtype)
@@ -232,37 +229,33 @@ def warmup(
 
 
 def form_named(
-    asker: str,
-    form: str,
-    weight_offset: float,
-    rounding: str,
-    activation: str = "silu",
-    group_size: int | None = None,
-    **of_modulations: Any,
+    asker: str, form: str, settings: Settings, **of_modulations: Any
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """(Wanted.form, Wanted.settings). `of_modulations` is what only modulated forms have. Raises ValueError for a
-    form, a rounding or an activation that there is not, and for what the form does not have."""
+    """(Wanted.form, Wanted.settings). `of_modulations` is what only modulated forms have. Raises TypeError for a
+    setting that there is not, and ValueError for another form, rounding or activation and for what the form does not
+    have."""
     named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
-    steps = {"rounds_steps": rounding == STEPS} if form in named and _has(named[form], "rounds_steps") else {}
-    roundings = (*ROUNDINGS, STEPS) if steps else tuple(ROUNDINGS)
-    require_one_of(asker, "rounding", rounding, roundings)
-    if form not in named or (form == "" and (weight_offset or rounding != "once")):
-        wanted = ", ".join(filter(None, named))
-        raise ValueError(f"{asker}: form must be one of {wanted}, got {form!r}")
-    settings = {"weight_offset": float(weight_offset), "rounds_x_hat": ROUNDINGS.get(rounding, False)} | steps
-    require_one_of(asker, "activation", activation, ACTIVATIONS)
-    if _has(named[form], "activation"):
-        settings |= {"activation": activation, "group_size": group_size}
-    elif group_size or activation != ACTIVATIONS[0]:
-        raise ValueError(f"{asker}: activation and group_size must come with a form with a gate, got {form!r}")
+    if form not in named:
+        raise ValueError(f"{asker}: form must be one of {', '.join(filter(None, named))}, got {form!r}")
+    if unknown := settings.keys() - Settings.__annotations__.keys():
+        raise TypeError(f"{asker}: got an unexpected keyword argument {min(unknown)!r}")
+    fields, has = {}, {slot.name for slot in OPS[f"rms_norm_fwd{named[form]}"].inputs}
+    for name, value in settings.items():
+        if value is None:
+            continue
+        if name == "rounding":
+            require_one_of(asker, name, value, (*ROUNDINGS, STEPS))
+        for field, each in fields_of(name, value).items():
+            if field in CHOICES:
+                require_one_of(asker, name, each, [*filter(None, CHOICES[field])])
+            if field in has:
+                fields[field] = each
+            elif each != getattr(PLAIN, field):
+                raise ValueError(f"{asker}: {name}={value!r} must come with a form that has it, got {form!r}")
     for name, value in of_modulations.items():
-        if value is not None and not _has(named[form], "scale"):
+        if value is not None and "scale" not in has:
             raise ValueError(f"{asker}: {name} must come with a modulated form, got {form!r}")
-    return named[form], tuple(settings.items())
-
-
-def _has(suffix: str, operand: str) -> bool:
-    return bool(suffix) and OPS[f"rms_norm_fwd{suffix}"].slot(operand) is not None
+    return named[form], tuple(fields.items())
 
 
 def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:

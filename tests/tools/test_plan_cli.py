@@ -310,9 +310,9 @@ def test_groups_and_the_activation_of_a_gate_are_planned_and_said(capsys):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--form", "affine", "--group-size", "8"], "activation and group_size must come with a form with a gate"),
+        (["--form", "affine", "--group-size", "8"], "group_size=8 must come with a form that has it, got 'affine'"),
         (["--form", "of_gated", "--group-size", "1000"], "group_size must divide the 4096 columns, got 1000"),
-        (["--activation", "sigmoid"], "activation and group_size must come with a form with a gate"),
+        (["--activation", "sigmoid"], "plan: activation='sigmoid' must come with a form that has it, got ''"),
         (["--form", "of_sum", "--sample-rows", "8"], "plan: sample_rows must come with a modulated form, got 'of_sum'"),
         (["--form", "modulated", "--sample-rows", "99"], "plan: sample_rows must divide the 16384 rows, got 99"),
     ],

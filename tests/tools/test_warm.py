@@ -15,6 +15,7 @@ from norm_forms import gradients, leaves, modulations_of, rows_of, run
 
 import fusednorm
 from fusednorm import ops, reference
+from fusednorm.forms import Settings, fields_of
 from fusednorm.operands import FORM_OPS, OPS, BackwardOperands, ForwardOperands, Role, operands_of
 from fusednorm.planner.plan import MultiWavePlan
 from fusednorm.problem.calls import check_backward, check_forward
@@ -64,6 +65,11 @@ def test_expected_calls_look_as_real_ones_do():
                 assert found == real and expected.problem == real.problem, expected
 
 
+def test_callers_can_set_what_forms_have():
+    fields = {field for name in Settings.__annotations__ for field in fields_of(name, None)}
+    assert fields == {slot.name for op in FORM_OPS for slot in op.inputs if slot.role is Role.FORM}
+
+
 DTYPES = [(BF16, BF16, "once"), (FP32, FP32, "once"), (BF16, FP32, "x_hat"), (FP32, BF16, "x_hat")]
 
 
@@ -78,17 +84,21 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         seen.append(operands)
         return reference.run(operands), None
 
-    of_gate = {"activation": "sigmoid", "group_size": 1024} if "gate" in rows_of(op) and rounding == "once" else {}
-    _, settings = warm.form_named("warmup", op.suffix[1:], 1.0, rounding, **of_gate)
+    settings = {"weight_offset": 1.0, "rounding": rounding}
+    if rounding == "once":
+        settings |= {"activation": "sigmoid", "group_size": 1024} if "gate" in rows_of(op) else {}
+        settings |= {"normalize_rounded": False} if op.slot("rounds_sum") else {}
+        settings |= {"gate_activation": "tanh"} if op.slot("modulate") else {}
+    _, of_form = warm.form_named("warmup", op.suffix[1:], settings)
     monkeypatch.setattr(ops, "first", first)
     dtypes = (BF16, stream, weight) if len(rows_of(op)) > 1 else (BF16, weight)
     given = leaves(op, *dtypes, shape=(16, 4096))
     given |= {name: given[name].detach()[:1].to(BF16).requires_grad_() for name in modulations_of(op)}
-    outputs = run(op, given, weight_offset=1.0, rounding=rounding, **of_gate)
+    outputs = run(op, given, **settings)
     gradients(outputs, given)
     for direction, real in zip(("forward", "backward"), seen, strict=True):
         check = check_forward if direction == "forward" else check_backward
-        expected = warm.Wanted(op.norm, direction, 4096, BF16, weight, True, ALL, stream, op.suffix, settings)
+        expected = warm.Wanted(op.norm, direction, 4096, BF16, weight, True, ALL, stream, op.suffix, of_form)
         found, real = (launch.with_addresses(each) for each in (expected.call(), check(real)))
         assert found == (real if direction == "backward" else real._replace(eps=found.eps))
 
@@ -101,7 +111,7 @@ def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tup
     from fusednorm.tools import compilation
 
     of, rows, expected, real = OPS[op], shape[1], [], set()
-    _, settings = warm.form_named("warmup", of.suffix[1:], 0.0, "once", sample_rows=rows)
+    _, settings = warm.form_named("warmup", of.suffix[1:], {}, sample_rows=rows)
     for direction in ("forward", "backward"):
         of_form = of.suffix, settings, rows, dtype
         each = warm.Wanted(of.norm, direction, shape[-1], BF16, None, False, ALL, None, *of_form)
