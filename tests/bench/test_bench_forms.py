@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import forms
-from fusednorm.operands import OPS, Role, operands_of
+from fusednorm.operands import FORMS, OPS, Role, operands_of
 from fusednorm.problem.calls import check_forward
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -17,6 +17,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def case(norm, form, residual=FP32):
     return forms.FormCase(norm, form, 6, 40, BF16, residual, 1.0, samples=2)
+
+
+def test_every_form_can_be_timed():
+    assert {*forms.OURS, "of_wide_sum"} == {suffix[1:] for _, suffix, *_ in FORMS}  # that is of_sum of other dtypes
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

@@ -16,18 +16,23 @@ from fusednorm.problem.rows import spread
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COLS, EPS = 24, 1e-3
-FACES = {  # the function and the module of each form
-    "layer_norm_fwd_affine": (fusednorm.affine_layer_norm, fusednorm.AffineLayerNorm),
-    "rms_norm_fwd_affine": (fusednorm.affine_rms_norm, fusednorm.AffineRMSNorm),
-    "layer_norm_fwd_of_sum": (fusednorm.add_layer_norm, fusednorm.AddLayerNorm),
-    "rms_norm_fwd_of_sum": (fusednorm.add_rms_norm, fusednorm.AddRMSNorm),
-    "layer_norm_fwd_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
-    "rms_norm_fwd_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
-    "layer_norm_fwd_times_gate": (fusednorm.layer_norm_gated, fusednorm.LayerNormGated),
-    "rms_norm_fwd_times_gate": (fusednorm.rms_norm_gated, fusednorm.RMSNormGated),
-    "layer_norm_fwd_modulated_plus_residual": (fusednorm.layer_norm_add, fusednorm.LayerNormAdd),
-    "rms_norm_fwd_modulated_plus_residual": (fusednorm.rms_norm_add, fusednorm.RMSNormAdd),
+FUNCTIONS = {  # of each form, for layer_norm or rms_norm
+    "affine": "affine_{}",
+    "of_sum": "add_{}",
+    "of_wide_sum": "add_{}",
+    "plus_residual": "{}_add",
+    "modulated_plus_residual": "{}_add",
+    "times_gate": "{}_gated",
+    "of_gated": "{}_gated",
+    **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), "ada_{}"),
 }
+SETTINGS = {"of_gated": {"norm_before_gate": False}}
+
+
+def module_of(function: str) -> str:
+    """The name of a function's module."""
+    parts = function.replace("layer_norm", "LayerNorm").replace("rms_norm", "RMSNorm").split("_")
+    return "".join(part[0].upper() + part[1:] for part in parts)
 
 
 class WideLayerNorm(fusednorm.AddLayerNorm):
@@ -47,19 +52,14 @@ def of_wide_sum(
     return fusednorm.functional.of_form(op, x, (residual,), weight, bias, eps, *settings)
 
 
+FACES = {}  # the function and the module of each form
+for _form, _function in FUNCTIONS.items():
+    for _norm in ("layer", "rms"):
+        _name, _settings = _function.format(f"{_norm}_norm"), SETTINGS.get(_form, {})
+        _faces = getattr(fusednorm, _name), getattr(fusednorm, module_of(_name))
+        FACES[f"{_norm}_norm_fwd_{_form}"] = tuple(partial(each, **_settings) if _settings else each for each in _faces)
 for _norm, _module in (("layer", WideLayerNorm), ("rms", WideRMSNorm)):
     FACES[f"{_norm}_norm_fwd_of_wide_sum"] = partial(of_wide_sum, _norm), _module
-FACES |= {
-    f"{norm}_norm_fwd{of}_modulated": faces
-    for norm, faces in (
-        ("layer", (fusednorm.ada_layer_norm, fusednorm.AdaLayerNorm)),
-        ("rms", (fusednorm.ada_rms_norm, fusednorm.AdaRMSNorm)),
-    )
-    for of in ("", "_of_sum", "_of_gated_sum")
-}
-for _norm in ("layer", "rms"):
-    _after = FACES[f"{_norm}_norm_fwd_times_gate"]
-    FACES[f"{_norm}_norm_fwd_of_gated"] = tuple(partial(each, norm_before_gate=False) for each in _after)
 
 forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
 
@@ -106,34 +106,50 @@ def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tenso
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def as_wide(rows: Tensor) -> Tensor:
+    return rows if rows.dtype == FP64 else rows.float()
+
+
+def act(of: dict[str, Any]) -> Tensor:
+    return torch.nn.functional.silu(as_wide(of["gate"]))
+
+
+def plus(rows: Tensor, other: Tensor | None) -> Tensor:
+    return rows if other is None else rows + other
+
+
+# The steps before and behind the norm, as models write them, of tensors by name.
+BEFORE = {
+    "": lambda of: of["x"],
+    "add": lambda of: plus(of["x"], of["residual"]),
+    "gate": lambda of: as_wide(of["x"]) * act(of),
+    "add_gated": lambda of: plus(of["x"] * of["gate"], of["residual"]),
+}
+BEHIND = {
+    "": lambda u, of: plus(u.to(of["x"].dtype) * (1 + of.get("scale", 0)), of.get("shift")).to(of["x"].dtype),
+    "add": lambda u, of: plus(u.to(of["x"].dtype) * of.get("gate", 1), of["residual"]),
+    "gate": lambda u, of: (u * act(of)).to(of["x"].dtype),
+}
+
+
+def aligned(op: Op, given: dict[str, Any]) -> dict[str, Any]:
+    """With modulations that broadcast."""
+    return given | {name: spread(given[name], given["x"].dim(), 1) for name in modulations_of(op)}
+
+
 def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
     """As models write it, in the dtypes of the tensors."""
-    h, residual = given["x"], given.get("residual")
-    before, after = bool(op.form.rows_out), op.form.finish == "add"
-    row_gate = given.get("gate") if "gate" in rows_of(op) else None
-    gate, scale, shift = (
-        spread(given[name], h.dim(), 1) if name in modulations_of(op) and given.get(name) is not None else None
-        for name in ("gate", "scale", "shift")
-    )
-    if before and gate is not None:
-        h = h * gate
-    if before and residual is not None:
-        h = h + residual
-    wide = h if h.dtype == FP64 else h.float()
-    if row_gate is not None:
-        factor = torch.nn.functional.silu(row_gate if row_gate.dtype == FP64 else row_gate.float())
-        wide = wide * factor if op.form.combine == "gate" else wide
+    given = aligned(op, given)
+    h = BEFORE[op.form.combine](given)
+    wide = as_wide(h)
     centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
     u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
     if given["weight"] is not None:
         u = u * (offset + given["weight"].to(u.dtype))
     if given["bias"] is not None:
         u = u + given["bias"].to(u.dtype)
-    y = (u * factor if op.form.finish == "gate" else u).to(given["x"].dtype)
-    y = y if scale is None else y * (1 + scale)
-    y = y if shift is None else y + shift
-    y = y * gate if after and gate is not None else y.to(given["x"].dtype)
-    return (y, h) if before else (y + residual,) if after else (y,)
+    y = BEHIND[op.form.finish](u, given)
+    return (y, h) if op.form.rows_out else (y,)
 
 
 def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor], wants: tuple[bool, ...] = (True, True)):

@@ -6,6 +6,8 @@ import numpy
 import pytest
 import torch
 from norm_forms import (
+    BEFORE,
+    BEHIND,
     BF16,
     COLS,
     EPS,
@@ -13,6 +15,7 @@ from norm_forms import (
     FP16,
     FP32,
     FP64,
+    aligned,
     arguments_of,
     assert_errs_no_more_than_plain_code,
     composite,
@@ -26,7 +29,6 @@ from norm_forms import (
 
 import fusednorm
 from fusednorm.operands import FORM_OPS, Role
-from fusednorm.problem.rows import spread
 
 OPS = torch.ops.fusednorm
 DTYPES = [(BF16,), (FP16, FP16), (BF16, FP32, FP32), (FP32, BF16, BF16), (BF16, FP64, FP32), (FP64,)]
@@ -184,17 +186,11 @@ def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_i
 def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
     given = leaves(op, BF16) | {"bias": None}
     weight = given["weight"]
-    gate = given["gate"].float() if "gate" in rows_of(op) else None
-    factor = None if gate is None else torch.nn.functional.silu(gate)
-    h = run(op, given)[1] if op.form.rows_out else given["x"]
-    h = h * factor if op.form.combine == "gate" else h
+    h = run(op, given)[1] if op.form.rows_out else BEFORE[op.form.combine](given)
     x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,)).bfloat16()
-    wide = {name: each.float() for name, each in given.items() if each is not None}
-    want = x_hat.float() * wide["weight"]
-    want = want * (1 + spread(wide["scale"], 3, 1)) + wide["shift"] if "scale" in given else want
-    want = want * wide["gate"] if op.form.finish == "add" and "gate" in given else want
-    want = want + wide["residual"] if op.form.finish == "add" else want
-    want = want.bfloat16().float() * factor if op.form.finish == "gate" else want  # u is rounded, too
+    wide = aligned(op, {name: each.float() for name, each in given.items() if each is not None})
+    u = x_hat.float() * wide["weight"]
+    want = BEHIND[op.form.finish](u.bfloat16().float() if op.form.finish == "gate" else u, wide)
     assert torch.equal(run(op, given, rounding="x_hat")[0], want.bfloat16())
     promoted = BF16 if op.form.finish == "gate" else FP32
     assert run(op, given | {"weight": weight.float()}, rounding="x_hat")[0].dtype == promoted

@@ -12,8 +12,9 @@ import torch
 
 import fusednorm
 from bench.records import rows_of
-from fusednorm import __main__
+from fusednorm import __main__, ops
 from fusednorm.host.triton_compat import CALL_US
+from fusednorm.operands import BY_INDEX, FORMS, OPS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/RESULTS.md")]
@@ -124,3 +125,13 @@ def test_the_reference_has_every_public_name():
     text = (ROOT / "docs/reference.md").read_text()
     documented = set(re.findall(r"auto(?:class|function|module):: fusednorm\.(\w+)", text))
     assert {*fusednorm.__all__, *fusednorm._INTEGRATIONS} <= documented
+
+
+def test_every_op_form_and_function_is_described():
+    said = re.findall(r"\w+", ops.__doc__.split("\nSchemas\n")[0])
+    assert not [name for name in OPS if name not in said and BY_INDEX not in name]
+    formulas = (ROOT / "docs/forms.md").read_text()
+    assert not [suffix for _, suffix, *_ in FORMS if f"_fwd{suffix}`" not in formulas]
+    for page in ("README.md", "docs/using.md"):
+        text = (ROOT / page).read_text()
+        assert not [name for name in fusednorm.__all__ if "rms_norm" in name and name not in text], page

@@ -46,6 +46,8 @@ def test_kernels_and_tensor_code_have_the_steps_that_forms_name():
         assert formulas.FINISH.keys() == FINISH.keys()
         assert formulas.ACTIVATIONS.keys() == set(ACTIVATIONS)
         assert formulas.FACTORS.keys() == set(filter(None, MODULATE))
+    combines = {name: steps.get("combine") for name, steps in rowmath.COMBINE.items()}
+    assert rowmath.UNROUNDED.keys() == {combines[name] for name, step in COMBINE.items() if step.rows_out}
     assert reference.OF_ROW.keys() == {op.form.combine for op in OPS.values() if op.direction == BACKWARD}
     modulated = [op.form for op in FORM_OPS if op.form.modulate]  # test_modulated_forwards.py
     tried = {(form.combine, form.finish) for form in (*FORMS, *gated.FORMS, wide_sums.FORM, *modulated)}

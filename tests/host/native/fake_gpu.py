@@ -494,13 +494,19 @@ def operands_in(launched: Launched, direction: str, given: dict, more: dict):
 @functools.cache
 def op_of(direction: str, norm: str, form: Form, names: frozenset[str]) -> tuple[str, dict]:
     """The name of an op that has these operands, and the settings by which its form is this one."""
-    fields = {"weight_offset": [form.weight_offset], "rounds_x_hat": [False, True], "rounds_sum": [True, False]}
-    fields |= {name: [*filter(None, values)] for name, values in CHOICES.items()}
+
+    def values(slot: operands.Slot) -> list:
+        if isinstance(slot.default, float):
+            return [getattr(form, slot.name)]
+        if isinstance(slot.default, bool):
+            return [slot.default, not slot.default]
+        return [*filter(None, CHOICES.get(slot.name, [slot.default]))]
+
     for op in operands.OPS.values():
         if (op.norm, op.direction) == (norm, direction) and names <= {slot.name for slot in op.inputs} and op.form:
-            of_op = {name: values for name, values in fields.items() if op.slot(name)}
-            for values in itertools.product(*of_op.values()):
-                settings = dict(zip(of_op, values, strict=True))
+            of_op = {slot.name: values(slot) for slot in op.inputs if slot.role is operands.Role.FORM}
+            for chosen in itertools.product(*of_op.values()):
+                settings = dict(zip(of_op, chosen, strict=True))
                 if rowmath.form_of(op.form._replace(**settings)) == form:
                     return op.name, settings
     raise LookupError(f"no op of {names} has the form {form}")

@@ -158,7 +158,7 @@ def test_a_node_keeps_what_its_backward_reads(op, gpu):
         outputs = run(op, given)
     read = [each for name, each in given.items() if name not in ("x", "residual")]
     read += [outputs[1]] if op.form.rows_out else []
-    read += [] if op.form.combine == "add" else [given["x"]]
+    read += [] if op.form.rows_out and "gate" not in given else [given["x"]]
     assert {each.data_ptr() for each in read} <= set(kept)
     assert len(kept) == len(read) + (2 if op.norm == "layer" else 1)  # and the statistics
 
