@@ -2,11 +2,11 @@
 
 Every norm takes five steps, of which only the second is not by element:
 
-    h = combine(x, ...)         nothing, x + residual, x * act(gate) or residual + gate * x
+    h = combine(x, ...)         as COMBINE says
     x_hat = normalize(h)        LayerNorm or RMSNorm of a row
     u = x_hat * (weight_offset + weight) + bias
-    v = modulate(u, ...)        nothing, or u * factor(scale) + shift
-    y = finish(v, ...)          nothing, v + residual or v * act(gate)
+    v = modulate(u, ...)        u * factor(scale) + shift, with a factor of MODULATE
+    y = finish(v, ...)          as FINISH says
 
 With groups, a row is normalized in as many parts of adjacent columns, each by itself.
 
@@ -29,14 +29,18 @@ class Step(NamedTuple):
     activates: bool = False  # whether it takes an activation of a gate
 
 
-COMBINE = {  # the sum is an output: the next residual
-    "": Step(),
-    "add": Step(rows_in=1, rows_out=1),
-    "gate": Step(rows_in=1, activates=True),
-    "add_gated": Step(rows_in=1, rows_out=1),
+COMBINE = {
+    "": Step(),  # x
+    "add": Step(rows_in=1, rows_out=1),  # x + residual; a sum is an output: the next residual
+    "gate": Step(rows_in=1, activates=True),  # x * act(gate)
+    "add_gated": Step(rows_in=1, rows_out=1),  # residual + gate * x
     "summands": Step(),  # of a backward: h is a sum, of which each summand gets the gradient in its own dtype
 }
-FINISH = {"": Step(), "add": Step(rows_in=1), "gate": Step(rows_in=1, reads_u=True, activates=True)}
+FINISH = {
+    "": Step(),  # v
+    "add": Step(rows_in=1),  # v + residual
+    "gate": Step(rows_in=1, reads_u=True, activates=True),  # v * act(gate)
+}
 ACTIVATIONS = "silu", "sigmoid"  # of a gate
 MODULATE = "", "one_plus", "identity", "tanh"  # the factors that a scale may stand for; the first is no modulation
 MODULATIONS = "scale", "shift", "gate"  # their names, where a norm is modulated

@@ -8,11 +8,10 @@ With x_hat = (x - mean) * rstd (LayerNorm) or x * rstd (RMSNorm) and g = the gra
 
     dx = rstd * (g - x_hat * mean(g * x_hat) - mean(g))        (the last term for LayerNorm only)
 
-What precedes and follows x_hat is a config.Form, of steps that are functions here. With the offset c of the weight:
+What precedes and follows x_hat is a config.Form, of steps that are functions here, each with its formula. With the
+offset c of the weight and h, the row that is normalized, for x above:
 
-    h = x, x + residual or x * act(gate)                 the row that is normalized: read h for x above
     u = x_hat * (c + w) + b
-    y = u, u + residual or u * act(gate)
     du = the gradient of u,  dh = that of h, in place of dx above
     g = du * (c + w),  dw = sum over rows of du * x_hat,  db = sum over rows of du
 
@@ -345,6 +344,7 @@ def plus_residual(u, tiles, norm: tl.constexpr):
 
 @triton.jit
 def times_gate(u, tiles, norm: tl.constexpr):
+    """u * act(gate); in a backward of dy."""
     factor, _ = gate_of(tiles, norm)
     return u * factor
 

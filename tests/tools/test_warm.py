@@ -70,6 +70,11 @@ def test_callers_can_set_what_forms_have():
     assert fields == {slot.name for op in FORM_OPS for slot in op.inputs if slot.role is Role.FORM}
 
 
+SET = {
+    "groups": {"activation": "sigmoid", "group_size": 1024},
+    "rounds_sum": {"normalize_rounded": False},
+    "modulate": {"gate_activation": "tanh"},
+}
 DTYPES = [(BF16, BF16, "once"), (FP32, FP32, "once"), (BF16, FP32, "x_hat"), (FP32, BF16, "x_hat")]
 
 
@@ -85,10 +90,8 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         return reference.run(operands), None
 
     settings = {"weight_offset": 1.0, "rounding": rounding}
-    if rounding == "once":
-        settings |= {"activation": "sigmoid", "group_size": 1024} if "gate" in rows_of(op) else {}
-        settings |= {"normalize_rounded": False} if op.slot("rounds_sum") else {}
-        settings |= {"gate_activation": "tanh"} if op.slot("modulate") else {}
+    for field, changes in SET.items():
+        settings |= changes if op.slot(field) and rounding == "once" else {}
     _, of_form = warm.form_named("warmup", op.suffix[1:], settings)
     monkeypatch.setattr(ops, "first", first)
     dtypes = (BF16, stream, weight) if len(rows_of(op)) > 1 else (BF16, weight)
