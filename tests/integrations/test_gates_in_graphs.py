@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from tracing import assert_alike, assert_as_exact, cpu_as_cuda, results, trace  # noqa: F401
 
 import fusednorm
-from fusednorm.integrations import inductor, joining
+from fusednorm.forms import ACTIVATIONS
+from fusednorm.integrations import gates, inductor, joining
 from fusednorm.operands import OPS
 from fusednorm.planner.device import H200
 
@@ -121,6 +122,10 @@ def test_a_scan_may_be_wider_than_its_gate():
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
     assert_is_one_op(traced, "of_gated")
+
+
+def test_graphs_spell_every_activation():
+    assert {*gates.ACTIVATIONS.values()} == {*ACTIVATIONS}
 
 
 def test_one_graph_serves_any_number_of_rows_and_samples():
