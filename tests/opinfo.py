@@ -22,29 +22,29 @@ FUNCTIONALS = {
     "nn.functional.rms_norm": fusednorm.functional.rms_norm,
 }
 
-# Each form of a norm, given operands that make it the plain norm.
+# Each form of a norm, by its ops' suffix, and other norms, given operands that make it the plain norm.
 FORMS = {
     "affine": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(x, **more),
-    "of a sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(x, torch.zeros_like(x), **more)[0],
-    "plus a residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(x, torch.zeros_like(x), **more),
-    "times a gate": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
+    "of_sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(x, torch.zeros_like(x), **more)[0],
+    "plus_residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(x, torch.zeros_like(x), **more),
+    "times_gate": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
         x, torch.full_like(x, 40.0), activation="sigmoid", **more
     ),
-    "of a gated row": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
+    "of_gated": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
         x, torch.full_like(x, 40.0), activation="sigmoid", norm_before_gate=False, **more
     ),
     "modulated": lambda norm, x, **more: modulated(norm, x, **more),
-    "of a sum, modulated": lambda norm, x, **more: modulated(norm, x, residual=torch.zeros_like(x), **more)[0],
-    "of a gated sum, modulated": lambda norm, x, **more: modulated(
+    "of_sum_modulated": lambda norm, x, **more: modulated(norm, x, residual=torch.zeros_like(x), **more)[0],
+    "of_gated_sum_modulated": lambda norm, x, **more: modulated(
         norm, x, residual=torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
     )[0],
-    "times a factor, plus a residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(
+    "modulated_plus_residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(
         x, torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
     ),
     "of a head": lambda norm, x, **more: of_a_head(norm, x, **more),
     "of a head, packed": lambda norm, x, **more: of_a_head(norm, x, packed=True, **more),
     "of all heads": lambda norm, x, **more: of_a_head(norm, x, heads=2, **more),
-    "of a wider sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
+    "of_wide_sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
         x, torch.zeros_like(x, dtype=wider(x)), **more
     )[0].to(x.dtype),
     "of a narrower sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
