@@ -219,7 +219,8 @@ def _modulated(u: Tensor, operands: Operands) -> Tensor:
 def _spread(modulation: Tensor, operands: Operands) -> Tensor:
     if operands.row_index is not None:
         index, is_there = _rows_of_table(modulation, operands)
-        rows = F.embedding(index, modulation.flatten(1))
+        table = modulation if modulation.shape[0] else modulation.new_zeros(1, *modulation.shape[1:])
+        rows = F.embedding(index, table.flatten(1))
         return torch.where(is_there, rows, float("nan")).reshape(operands.x.shape)
     return spread(modulation, operands.x.dim(), len(operands.normalized_shape))
 
@@ -327,7 +328,8 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
         index, is_there = _rows_of_table(modulation, operands)
         flat = index.numel(), math.prod(operands.normalized_shape)
         of_rows = torch.where(is_there.reshape(-1, 1), rows.reshape(flat), 0)
-        if not of_rows.numel():  # of no columns, ATen's kernel reads memory that is not there
+        # Of no columns or no rows of the table, ATen's kernel reads or writes memory that is not there.
+        if not (of_rows.numel() and modulation.shape[0]):
             return of_rows.new_zeros(modulation.shape)
         parts = zip(of_rows.split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
         sums = [torch.ops.aten.embedding_dense_backward(*each, modulation.shape[0], -1, False) for each in parts]

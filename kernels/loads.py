@@ -7,6 +7,8 @@ import triton.language as tl
 
 from .rowmath import folded_bias, folded_weight, sums_of_modulated, widen
 
+NO_KEY = tl.constexpr(-2)  # of a CTA without rows: zeros are in place of rows of tables, for its sums must not be NaN
+
 
 class Statistics(NamedTuple):
     """mean and rstd of rows. For RMSNorm, mean is a placeholder that no formula uses."""
@@ -75,12 +77,12 @@ def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.cons
     none = (table_rows + 1).to(tl.int32)
     keys = tl.load(key_ptr + coarse, mask=coarse < rows, other=none)
     at = tl.sum(((coarse < rows) & (first_of_key(coarse, keys, most) <= cta)).to(tl.int32)) * step - 1
-    key = -2
+    key = NO_KEY
     for start in range(0, step + 1, lanes):
         place = at + start + numbers(lanes, tile)
         inside = (place >= 0) & (place <= at + step) & (place < rows)
         found = tl.load(key_ptr + place, mask=inside, other=none)
-        key = tl.maximum(key, tl.max(tl.where(inside & (first_of_key(place, found, most) <= cta), found, -2)))
+        key = tl.maximum(key, tl.max(tl.where(inside & (first_of_key(place, found, most) <= cta), found, NO_KEY)))
     # Where the key begins, and the next one: steps with smaller keys and, in the upper 16 bits, with no larger ones.
     steps = tl.sum((keys < key).to(tl.int32) + ((keys <= key).to(tl.int32) << 16))
     first = (steps & 0xFFFF) * step
@@ -97,8 +99,8 @@ def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.cons
         last += both >> 16
     nth = cta - first_of_key(first, key, most)
     ctas = first_of_key(last, key, most) - first_of_key(first, key, most) + 1
-    is_any = (key > -2) & (nth < ctas)
-    key = tl.where(is_any, key, 0)  # of no rows: nothing must be NaN
+    is_any = (key > NO_KEY) & (nth < ctas)
+    key = tl.where(is_any, key, NO_KEY)
     return Share(key, tl.where(is_any, nth, 0), ctas, first, tl.where(is_any, last, first))
 
 
@@ -239,20 +241,14 @@ def combine_tiles(tiles, rows_out, norm: tl.constexpr, tile: tl.constexpr):
 
 
 @triton.jit
-def load_parameter(
-    ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, is_there=None
-):  # fmt: skip
+def load_parameter(ptr, cols, present: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr, absent=0.0):
     """weight or bias in registers, in its own dtype: a chunk for each chunk c of a tile. The function `columns` gives
-    the columns of chunk c, and with them the shape and the layout. Placeholders if it is not `present`; NaN if
-    `is_there` says that there is none."""
+    the columns of chunk c, and with them the shape and the layout. `absent` is in place of columns that are none.
+    Placeholders if it is not `present`."""
     chunks = ()
     for c in tl.static_range(tile.chunks):
         if present:
             col = columns(c, tile)
-            absent = 0.0
-            if is_there is not None:
-                cols = tl.where(is_there, cols, 0)
-                absent = tl.where(is_there, 0.0, float("nan"))
             chunks = chunks + (tl.load(ptr + col, mask=col < cols, other=absent),)
         else:
             chunks = chunks + (0.0,)
@@ -272,15 +268,17 @@ def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.cons
 @triton.jit
 def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, tile: tl.constexpr, table_rows=None):
     """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple. Of tables of so many
-    rows, the sample is the number of their row, or that of none."""
-    is_there = None
+    rows, the sample is the number of their row; NaN for that of none, zeros for NO_KEY."""
+    absent = 0.0
     if table_rows is not None:
         is_there = sample.to(tl.uint64) < table_rows  # a negative number is a large one
+        absent = tl.where(is_there | (sample == NO_KEY), 0.0, float("nan"))
+        cols = tl.where(is_there, cols, 0)
     loaded = ()
     if shared is not None:
         for t in tl.static_range(len(shared)):
             ptr = row_of_sample(shared, strides_shared, t, sample, tile)
-            loaded = loaded + (load_parameter(ptr, cols, True, columns, tile, is_there),)
+            loaded = loaded + (load_parameter(ptr, cols, True, columns, tile, absent),)
     return loaded
 
 

@@ -146,7 +146,9 @@ def _backward(call: BackwardCall, plan: Plan, spec: DeviceSpec) -> tuple:
     launches = schedules.BACKWARD[type(plan)](plan, call, out, spec)
     if sort:
         backward = [replace(each, named=each.named | sort.named) for each in launches]
-        launches = [*sort.launches, *backward, segments.summed(call, plan, out.sums, sort, spec)]
+        launches = [*sort.launches, *backward]
+        if call.rows_of_sum:  # a table of no rows has no sums
+            launches.append(segments.summed(call, plan, out.sums, sort, spec))
     if summed_next and (problem.wants_dw or problem.wants_db or not sort):
         launches.append(sums.finalized(call, out))
     grid = grid_of(plan, problem, spec, call.sample_rows)

@@ -15,6 +15,7 @@ from fusednorm.host import gpus
 from fusednorm.planner import limits
 from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
+from fusednorm.problem.calls import check, check_backward
 
 pytest.importorskip("triton")
 PLANS = {
@@ -80,3 +81,30 @@ def test_tensor_code_adds_up_rows_by_an_index_with_the_same_bits_in_every_run():
     with Sizes():
         reference.run(replace(table, cols=0).operands)
     assert not sizes  # of no columns, a GPU has an illegal access
+
+
+@pytest.mark.parametrize("plan", ["one row", "two rows"])
+def test_rows_of_tables_that_no_number_names_change_nothing(plan):
+    table = Table("layer", "", 5, 64, size=6, parameters=FP32, backward=True)
+    named, tables = table.given["row_index"].clamp(1, 3), {}
+    for name in ("scale", "shift"):
+        tables[name] = table.given[name].clone()
+        tables[name][0], tables[name][4:] = float("inf"), float("nan")
+    want, got = (check_backward(table.operands._replace(row_index=named, **some)) for some in ({}, tables))
+    for one, same in zip(outputs_of(want, PLANS[plan](64)), outputs_of(got, PLANS[plan](64)), strict=True):
+        assert one is same is None or torch.equal(one, same)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_of_tables_without_rows_every_row_reads_nan(backward):
+    from fusednorm.host import launch
+
+    table = Table("layer", "_of_gated_sum", 5, 40, parameters=FP32, backward=backward)
+    none = {name: table.given[name][:0] for name in ("scale", "shift", "gate")}
+    operands = table.operands._replace(**none)
+    call, plan = check(operands), PLANS["two rows"](40)
+    assert all(all(each.grid) for each in launch.on_tensors(call, plan).launches), "a GPU takes no empty grid"
+    for outputs in (outputs_of(call, plan), reference.run(operands)):
+        assert outputs[0].isnan().all()
+        shapes = [each.shape for each in outputs[3:] if each is not None]
+        assert not backward or shapes == [(0, 40), (0, 40), table.given["x"].shape, (0, 40)]
