@@ -3,8 +3,9 @@
     make simulate        or: python -m tests.simulator.everything [--releases 3.9.0] [--random 10000] [--part 1/4]
 
 The oldest and the newest Triton release compile the whole product. The releases share the random problems in turn. A
-fifth of these have forms. Each problem runs in one order of events, with its number as the seed. A run that was stopped
-continues where it stopped; a change of the source starts again from nothing. Exit code 1 if any problem fails.
+fifth of these have forms, or are of heads. Each problem runs in one order of events, with its number as the seed. A run
+that was stopped continues where it stopped; a change of the source starts again from nothing. Exit code 1 if any
+problem fails.
 """
 
 from __future__ import annotations
@@ -14,39 +15,51 @@ import functools
 import itertools
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import versions
 from cases import BF16, FP16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
 from column_sums import Sums
 from devices import named
 from gated import FORMS as GATED
 from gated import Gated
+from head_norms import HeadCase, calls_of
 from modulations import ALL as OF_ALL
 from modulations import SAMPLE, TOKEN, Modulated
 from planning import make_problem
 from steps import FORMS, Steps
+from tables import Table
 from tqdm import tqdm
 from wide_sums import WideSum
 
 from fusednorm.dtypes import DTYPE_NAMES
+from fusednorm.heads import plan as head_plan
+from fusednorm.heads.plan import HeadPlan
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.plan import VARIANTS
 
-from .problems import ALL, DX_ONLY, NO_DX, FormProblem, Problem, SumProblem
+from .problems import ALL, DX_ONLY, NO_DX, FormProblem, HeadProblem, Problem, SumProblem
 
 SOURCES = ("kernels/*.py", "fusednorm/*.py", "tests/simulator/*.py")
 WORK = "from simulator import everything; raise SystemExit(everything.work({!r}, {!r}))"
 WIDTHS = (64, 200, 512, 1000, 1032, 1987, 5120, 12288)
 NAMES = DTYPE_NAMES | {None: "none"}
 WAYS = "forward", "backward"
+DEVICES = "A100", "H200", "B200", "RTX 5090"
+HEAD_VECTORS = 2, 4, 6, 8, 10, 12, 16, 16, 32  # of 8 elements
+OF_TABLES = "", "_of_sum", "_of_gated_sum"
 MOST_ELEMENTS, MOST_COLUMNS_WITH_SUMS = 40_000, 2048
+
+
+AnyProblem = Problem | FormProblem | SumProblem | HeadProblem
 
 
 class Job(NamedTuple):
     number: int
-    problem: Problem | FormProblem | SumProblem
+    problem: AnyProblem
 
     def __str__(self) -> str:
         return f"{self.number} {self.problem}"
@@ -103,20 +116,43 @@ def formed(draw: random.Random) -> FormProblem:
             WideSum(norm, rows, cols, dtype, has_residual_grad=draw.random() < 0.5),
             Gated(norm, draw.choice(GATED), rows, cols, dtype, FP32, other),
             Modulated(norm, 2, rows // 2, cols, SAMPLE, shift, gate, dtype, other, draw.choice(added)),
+            Table(norm, draw.choice(OF_TABLES), rows // 3, cols, draw.choice((1, 3, 9)), dtype, other,
+                  draw.choice((torch.int32, torch.int64)), draw.choice(added), shift is not None,
+                  direction == "backward", draw.random() < 0.8),
         ))  # fmt: skip
-        if not isinstance(case, Gated):
+        if not isinstance(case, (Gated, Table)):
             direction = "forward" if isinstance(case, Steps) else "backward"
-        device, sms = draw.choice(("A100", "H200", "B200", "RTX 5090")), draw.randint(2, 3)
-        problem = FormProblem(case, draw.choice(VARIANTS[:-1]), direction, device, sms)
-        if candidates(problem.variant, problem.call.problem, named(device, sms)):
-            return problem
+        problem = FormProblem(case, draw.choice(VARIANTS[:-1]), direction, draw.choice(DEVICES), draw.randint(2, 3))
+        plans = [at for at, plan in enumerate(problem.plans) if 2 * plan.cluster <= problem.sms or plan.cluster == 1]
+        if plans:
+            return replace(problem, nth=draw.choice(plans))
 
 
-def drawn(number: int) -> Problem | FormProblem | SumProblem:
+def of_heads(draw: random.Random) -> HeadProblem:
+    """Norms of heads that kernels take."""
+    while True:
+        norm, cols, kv_heads = draw.choice(("layer", "rms")), 8 * draw.choice(HEAD_VECTORS), draw.randint(1, 3)
+        dtype, rotary = draw.choice((BF16, BF16, FP16, FP32)), draw.choice((0, cols, cols, cols // 2, 8, cols - 8))
+        tokens, heads = draw.randint(1, max(2, MOST_ELEMENTS // 8 // cols)), kv_heads * draw.randint(1, 3)
+        flags = {name: draw.random() < 0.4 for name in ("interleaved", "norm_first", "half_table", "heads_first")}
+        has_weights, whole = draw.random() < 0.8, draw.random() < 0.1
+        case = HeadCase(
+            cols, heads, kv_heads, draw.randint(1, 2), tokens, dtype, draw.choice((None, FP32)), norm,
+            weights=has_weights, rotary=rotary, **flags, whole=whole and has_weights and rotary > 0,
+            weight_offset=draw.choice((0.0, 1.0)), table_dims=draw.choice(("S", "BS", "BSH1")),
+            table_dtype=draw.choice((dtype, FP32)),
+        )  # fmt: skip
+        device = draw.choice(DEVICES)
+        plans = [each and head_plan.choose(each.problem, named(device)) for each in calls_of(case)]
+        if all(isinstance(each, HeadPlan) for each in plans):
+            return HeadProblem(case, device)
+
+
+def drawn(number: int) -> AnyProblem:
     """A random problem, which its number determines."""
     draw = random.Random(number)
     if draw.random() < 0.2:
-        return formed(draw)
+        return draw.choice((formed, formed, of_heads))(draw)
     device = draw.choice(("H200", "B200"))
     if draw.random() < 0.1:
         dtype, count = draw.choice((BF16, FP32)), draw.choice((1, 2, 5, 9))

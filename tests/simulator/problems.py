@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import head_norms
 import torch
 from cases import BF16, LAYOUTS, lay_out, make_case
 from column_sums import Sums, assert_sums_close
+from devices import named
 from equal_rows import assert_exact, equal_rows
+from head_norms import HeadCase
 from torch import Tensor
 
 import fusednorm
 from fusednorm.columns import plan as column_plan
+from fusednorm.planner import limits
+from fusednorm.planner.candidates import candidates
+from fusednorm.planner.plan import Plan
 from fusednorm.tools import oracle
 from fusednorm.tools.oracle import Case, Inputs, Outputs
 
@@ -132,32 +138,69 @@ class SumProblem:
 
 @dataclass(frozen=True)
 class FormProblem:
-    """A direction of a norm with a form by one variant. `case` is one of steps.py, gated.py, modulations.py or
-    wide_sums.py."""
+    """A direction of a norm with a form by one plan of a variant. `case` is one of steps.py, gated.py, modulations.py,
+    tables.py or wide_sums.py."""
 
     case: Any
     variant: str
     direction: str  # all cases but a norm with a gate have one
     device: str = "H200"
     sms: int = 2
+    nth: int = 0  # of the candidates
 
     def __str__(self) -> str:
-        return f"{type(self.case).__name__}-{self.variant}-{self.direction}-{self.case}-{self.device}"
+        plan = f"{self.variant}-{self.nth}" if self.nth else self.variant
+        return f"{type(self.case).__name__}-{plan}-{self.direction}-{self.case}-{self.device}"
 
     @property
     def call(self) -> Any:
         return self.case.call if hasattr(self.case, "call") else getattr(self.case, self.direction)
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return candidates(self.variant, self.call.problem, named(self.device, self.sms))
+
     def simulate(self, **how) -> tuple[Any, Simulation]:
         from fusednorm.host import launch
 
-        with fusednorm.force(self.variant), simulated(self.device, self.sms, **how) as simulation:
-            prepared = launch.on_tensors(self.call)
+        with simulated(self.device, self.sms, **how) as simulation, few_ctas_sort():
+            prepared = launch.on_tensors(self.call, self.plans[self.nth])
             simulation.hand_over(prepared.launches)
         return prepared.outputs, simulation
 
     def check(self, outputs: Any) -> None:
         (self.case.check if hasattr(self.case, "check") else getattr(self.case, f"check_{self.direction}"))(outputs)
+
+
+@dataclass(frozen=True)
+class HeadProblem:
+    """Norms of q and k and their gradients, by the planner's plans."""
+
+    case: HeadCase
+    device: str = "H200"
+    sms: int = 1
+
+    def __str__(self) -> str:
+        changed = {name: value for name, value in vars(self.case).items() if value != getattr(HeadCase(), name)}
+        text = "-".join(f"{name}_{value}".replace("torch.", "") for name, value in changed.items())
+        return f"heads-{text}-{self.device}"
+
+    def simulate(self, **how) -> tuple[tuple[Tensor, ...], Simulation]:
+        given = self.case.tensors()
+        with simulated(self.device, self.sms, **how) as simulation:
+            got = self.case.run(given)
+            outputs = (*got, *head_norms.gradients(got, given))
+        assert {"forward", "backward"} <= {each.name for each in simulation.launched}, f"{self} went to ATen"
+        return outputs, simulation
+
+    def check(self, outputs: tuple[Tensor, ...]) -> None:
+        got, grads = outputs[:2], outputs[2:]
+        head_norms.assert_errs_no_more_than_plain_code(self.case, self.case.tensors(), got, grads)
+
+
+def few_ctas_sort():
+    """Inside, rows are sorted by 3 CTAs: the simulation runs one after another."""
+    return mock.patch.object(limits, "sort", [*limits.sort[:3], 3])
 
 
 def bits(outputs) -> dict:
