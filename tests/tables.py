@@ -17,7 +17,8 @@ BATCH = 3  # x is [BATCH, rows, cols]
 
 @dataclass(frozen=True)
 class Table:
-    """A call of one direction. Tables are columns of one [size, 6, cols]; the first and the last row are read."""
+    """A call of one direction. Tables are columns of one [size, 6, cols]; the first and the last row are read. Of more
+    than four rows no number names the first one, which is NaN."""
 
     norm: str
     form: str  # of the forward, without "_modulated"
@@ -48,9 +49,9 @@ class Table:
             return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
         shape = BATCH, self.rows, self.cols
-        packed = draw(self.size, 6, self.cols, dtype=self.modulation)
-        index = torch.randint(self.size, shape[:2], generator=generator, device=self.device, dtype=self.index)
-        index[0, 0], index[-1, -1] = self.size - 1, 0
+        packed, first = draw(self.size, 6, self.cols, dtype=self.modulation), int(self.size > 4)
+        index = torch.randint(first, self.size, shape[:2], generator=generator, device=self.device, dtype=self.index)
+        packed[:first], index[0, 0], index[-1, -1] = float("nan"), self.size - 1, first
         x = draw(BATCH, 2, *shape[1:], dtype=self.dtype)[:, 1] if self.nested else draw(*shape, dtype=self.dtype)
         given = {"x": x, "row_index": index, "scale": packed[:, 1]}
         given |= {"shift": packed[:, 2]} if self.has_shift else {}
