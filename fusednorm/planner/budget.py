@@ -67,7 +67,7 @@ def _ring_bytes(plan: RingPlan, problem: NormProblem) -> int:
     added = problem.residual_dtype if plan.added_in_ring else None
     tensors = [*filter(None, (problem.x_dtype, problem.grad_dtype, added)), *problem.rows_in * plan.rows_in_ring]
     held, is_pipelined = computed(plan, problem), isinstance(plan, PipelinedPlan)
-    parameters = [held.weight_dtype, held.bias_dtype if held.reads_bias else None, *held.shared]
+    parameters = [*filter(None, (held.weight_dtype, held.bias_dtype if held.reads_bias else None)), *held.shared]
     room = plan.copy_chunks + 1 if plan.tail else plan.copy_chunks * plan.num_copies
     ring = plan.num_stages * plan.rows_per_tile * plan.chunk * room * sum(map(bytes_of, tensors))
     ring += plan.weight_in_smem * plan.chunk * plan.num_chunks * sum(map(bytes_of, parameters))

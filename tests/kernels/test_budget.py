@@ -97,6 +97,7 @@ JOBS = [
     (100, make_problem("layer", 61440)),
     (100, make_problem("rms", 15368)),  # 64 columns of a thread, in 16 chunks
     (103, make_problem("layer", 237568)),
+    (103, make_problem("rms", 7680)),  # 15 chunks of a weight, and no bias
     (120, make_problem("layer", 4096)),
     (120, make_problem("layer", 6516)),
     (90, make_problem("layer", 4096, wants_dx=False)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from .arithmetic import LANES
-from .ptx import PtxError
 from .races import ATOMIC, Clock, SimulationError
 from .translate import PARAMETER_BASE, PARAMETER_PAGE, effect
 
@@ -19,12 +18,10 @@ class Accesses:
 
     @effect(rf"ld(?:\.volatile)?\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "= [] -?")
     def load(self, lanes, site, space, kind, bits, into, at) -> None:
-        if kind == "s" and into[0].itemsize != int(bits) // 8:
-            raise PtxError("a load that extends a sign")
         region, at = self._place(space, at[lanes])
         found = region.read(at, int(bits) // 8, len(into), self.access(site), self.clock)
-        for register, values in zip(into, found, strict=True):
-            register[lanes] = values
+        for register, values in zip(into, found, strict=True):  # a wider register gets the sign
+            register[lanes] = values.view(f"i{values.itemsize}").astype(register.dtype) if kind == "s" else values
 
     @effect(rf"st\.(global|shared)(?:::cta)?{HINTS}(?:\.v[24])?\.{TYPE}", "[] *u{2} -?")
     def store(self, lanes, site, space, kind, bits, at, values) -> None:

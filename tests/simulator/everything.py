@@ -15,7 +15,6 @@ import functools
 import itertools
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +37,11 @@ from wide_sums import WideSum
 from fusednorm.dtypes import DTYPE_NAMES
 from fusednorm.heads import plan as head_plan
 from fusednorm.heads.plan import HeadPlan
-from fusednorm.planner.candidates import candidates
-from fusednorm.planner.plan import VARIANTS
+from fusednorm.planner.candidates import candidates, cluster_sizes, cut
+from fusednorm.planner.device import DeviceSpec
+from fusednorm.planner.legality import broken_rule
+from fusednorm.planner.norm_problem import NormProblem
+from fusednorm.planner.plan import VARIANTS, PipelinedPlan, ReferencePlan
 
 from .problems import ALL, DX_ONLY, NO_DX, FormProblem, HeadProblem, Problem, SumProblem
 
@@ -122,10 +124,26 @@ def formed(draw: random.Random) -> FormProblem:
         ))  # fmt: skip
         if not isinstance(case, (Gated, Table)):
             direction = "forward" if isinstance(case, Steps) else "backward"
-        problem = FormProblem(case, draw.choice(VARIANTS[:-1]), direction, draw.choice(DEVICES), draw.randint(2, 3))
-        plans = [at for at, plan in enumerate(problem.plans) if 2 * plan.cluster <= problem.sms or plan.cluster == 1]
+        device, sms = draw.choice(DEVICES), draw.randint(2, 5)
+        call = FormProblem(case, direction, ReferencePlan(""), device, sms).call
+        variant, asked = draw.choice(VARIANTS[:-1]), (call.problem, named(device, sms))
+        plans = [plan for plan in candidates(variant, *asked) if 2 * plan.cluster <= sms or plan.cluster == 1]
+        plans += [each for each in [ring(draw, *asked)] if variant == "pipelined" and each]
         if plans:
-            return replace(problem, nth=draw.choice(plans))
+            return FormProblem(case, direction, draw.choice(plans), device, sms)
+
+
+def ring(draw: random.Random, problem: NormProblem, device: DeviceSpec) -> PipelinedPlan | None:
+    """One that the planner may not have for such a problem."""
+    if broken_rule("pipelined", problem, 1, device) or not (problem.writes_rows or problem.by_sample):
+        return None
+    shape = {"num_stages": draw.randint(2, 4), "num_warps": draw.choice((2, 4, 8)), "ctas_per_sm": 1}
+    uncut = PipelinedPlan(
+        draw.choice((1, 2, 4)), 0, 0, **shape, max_registers=0, weight_in_smem=draw.random() < 0.5,
+        cluster=draw.choice((1, 2)), added_in_ring=draw.random() < 0.5,
+    )  # fmt: skip
+    return cut(uncut, problem, device, good=False) if uncut.cluster in cluster_sizes(problem, device) else None
+
 
 
 def of_heads(draw: random.Random) -> HeadProblem:

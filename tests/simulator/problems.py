@@ -11,7 +11,6 @@ import head_norms
 import torch
 from cases import BF16, LAYOUTS, lay_out, make_case
 from column_sums import Sums, assert_sums_close
-from devices import named
 from equal_rows import assert_exact, equal_rows
 from head_norms import HeadCase
 from torch import Tensor
@@ -19,8 +18,7 @@ from torch import Tensor
 import fusednorm
 from fusednorm.columns import plan as column_plan
 from fusednorm.planner import limits
-from fusednorm.planner.candidates import candidates
-from fusednorm.planner.plan import Plan
+from fusednorm.planner.plan import Plan, text_of
 from fusednorm.tools import oracle
 from fusednorm.tools.oracle import Case, Inputs, Outputs
 
@@ -138,33 +136,27 @@ class SumProblem:
 
 @dataclass(frozen=True)
 class FormProblem:
-    """A direction of a norm with a form by one plan of a variant. `case` is one of steps.py, gated.py, modulations.py,
-    tables.py or wide_sums.py."""
+    """A direction of a norm with a form by a plan. `case` is one of steps.py, gated.py, modulations.py, tables.py or
+    wide_sums.py."""
 
     case: Any
-    variant: str
     direction: str  # all cases but a norm with a gate have one
+    plan: Plan
     device: str = "H200"
     sms: int = 2
-    nth: int = 0  # of the candidates
 
     def __str__(self) -> str:
-        plan = f"{self.variant}-{self.nth}" if self.nth else self.variant
-        return f"{type(self.case).__name__}-{plan}-{self.direction}-{self.case}-{self.device}"
+        return f"{type(self.case).__name__}-{text_of(self.plan)}-{self.direction}-{self.case}-{self.device}"
 
     @property
     def call(self) -> Any:
         return self.case.call if hasattr(self.case, "call") else getattr(self.case, self.direction)
 
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        return candidates(self.variant, self.call.problem, named(self.device, self.sms))
-
     def simulate(self, **how) -> tuple[Any, Simulation]:
         from fusednorm.host import launch
 
         with simulated(self.device, self.sms, **how) as simulation, few_ctas_sort():
-            prepared = launch.on_tensors(self.call, self.plans[self.nth])
+            prepared = launch.on_tensors(self.call, self.plan)
             simulation.hand_over(prepared.launches)
         return prepared.outputs, simulation
 

@@ -45,6 +45,13 @@ def test_an_access_outside_of_its_tensor_or_misaligned_is_an_error(offset, messa
         run(f"{LANE}\nld.global.b32 %r1, [%d1+{offset}];", nans(33))
 
 
+def test_a_load_of_a_signed_number_extends_its_sign():
+    numbers, out = torch.arange(-16, 16, dtype=torch.int32), torch.zeros(32, dtype=torch.int64)
+    places = "mov.u32 %r0, %tid.x; mad.wide.u32 %d2, %r0, 4, %d0; mad.wide.u32 %d3, %r0, 8, %d1;"
+    run(f"{places}\nld.global.s32 %d4, [%d2]; st.global.b64 [%d3], %d4;", numbers, out)
+    assert torch.equal(out, numbers.long())
+
+
 def test_shared_memory_and_registers_begin_as_nan():
     out = nans(32).zero_()
     run(f"{LANE}\nmov.u32 %r2, global_smem; ld.shared.b32 %r3, [%r2+64]; st.global.b32 [%d1], %r3;", out)
