@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import apart
 import pytest
@@ -15,6 +17,9 @@ from interpreting import enable_fast_interpreter
 
 if find_spec("triton") is None:
     collect_ignore = [folder for folders in apart.FOLDERS for folder in folders]  # these tests compile kernels
+# Assertions of modules that tests import say what they compared, as those of tests do.
+HELPERS = {path.stem for pattern in ("*.py", "face/*.py") for path in Path(__file__).parent.glob(pattern)}
+pytest.register_assert_rewrite(*HELPERS - sys.modules.keys())
 CHOSEN = os.environ.get("TRITON_INTERPRET")
 if not apart.serving:
     # The interpreter must be chosen before triton is imported, and a conftest.py below this one may do that. A process
