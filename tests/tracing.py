@@ -79,7 +79,7 @@ def results(model: Callable, given: list[Tensor]) -> list[Tensor]:
     made = model(*given)
     made = [made] if isinstance(made, Tensor) else made
     torch.manual_seed(1)
-    dys = [torch.randn(each.shape).bfloat16().to(each.dtype) for each in made]
+    dys = [torch.randn(each.shape).bfloat16().to(each) for each in made]
     leaves = [each for each in given if each.requires_grad]
     grads = torch.autograd.grad(made, leaves, dys, allow_unused=True, materialize_grads=True)
     return [*(each.detach() for each in made), *grads]
