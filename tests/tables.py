@@ -120,6 +120,6 @@ BACKWARDS = (
     Table("rms", "", 11, 64, modulation=BF16, has_shift=False, index=torch.int32, parameters=FP32, backward=True),
     Table("layer", "_of_gated_sum", 7, 72, modulation=BF16, nested=True, backward=True),
     Table("rms", "_of_gated_sum", 5, 40, dtype=FP32, parameters=BF16, backward=True),
-    Table("layer", "", 90, 32, size=300, parameters=FP32, backward=True),
+    Table("layer", "", 13, 32, size=20, parameters=FP32, backward=True),
     Table("layer", "_of_gated_sum", 5, 77, backward=True, has_sums=False),
 )
