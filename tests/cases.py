@@ -9,6 +9,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+from devices import named, planned_for
 from torch import Tensor
 
 from fusednorm.host import native, torch_compat
@@ -156,6 +157,18 @@ def guarded_buffers() -> Iterator[list[Tensor]]:
     for buffer in buffers:
         assert buffer[:MARGIN].isnan().all(), f"a write before the start of a buffer of {buffer.numel() - 2 * MARGIN}"
         assert buffer[-MARGIN:].isnan().all(), f"a write past the end of a buffer of {buffer.numel() - 2 * MARGIN}"
+
+
+def outputs_of(call, plan) -> tuple[Tensor | None, ...]:
+    """The outputs of a norm's call by a plan, interpreted: on two SMs, so that CTAs have several tiles, and with
+    guarded_buffers."""
+    from fusednorm.host import launch
+
+    with planned_for(named("A100", 2)), guarded_buffers():
+        prepared = launch.on_tensors(call, plan)
+        for each in prepared.launches:
+            each.run()
+    return prepared.outputs
 
 
 def _nans(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from cases import guarded_buffers
+from cases import outputs_of
 from gated import PORTABLE
 
-from fusednorm.host import gpus
-from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 
 pytest.importorskip("triton")
@@ -17,21 +13,6 @@ PLANS = {
     "registers": lambda cols: MultiWavePlan(2, 32, -(-cols // 32), 4, 1, 255),
     "column tiles": lambda cols: ColumnTilePlan(4, 32, 4, 1, 64, 4),
 }
-
-
-@pytest.fixture(autouse=True)
-def small_device(monkeypatch):
-    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
-
-
-def outputs_of(call, plan):
-    from fusednorm.host import launch
-
-    with guarded_buffers():
-        prepared = launch.on_tensors(call, plan)
-        for each in prepared.launches:
-            each.run()
-    return prepared.outputs
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

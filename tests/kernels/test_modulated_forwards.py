@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from cases import BF16, EPS, FP16, FP32, FP64, guarded_buffers
+from cases import BF16, EPS, FP16, FP32, FP64, outputs_of
 
 from fusednorm import reference
-from fusednorm.host import gpus
 from fusednorm.operands import operands_of
-from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.calls import check_forward
 
@@ -54,11 +50,8 @@ def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype, 
      ("rms", ROWS, 40, BF16, FP32), ("layer", ROWS, 77, FP16, BF16)],
 )  # fmt: skip
 def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
-    norm, rows, form, cols, dtype, of_modulation, plan, monkeypatch
+    norm, rows, form, cols, dtype, of_modulation, plan
 ):
-    from fusednorm.host import launch
-
-    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
     tensors = given(form, cols, dtype, of_modulation, rows)
     settings = {"normalized_shape": (cols,), "eps": EPS} | ({"modulate": "tanh"} if form.endswith("residual") else {})
     gated = form == "of_gated_sum_modulated"
@@ -67,13 +60,10 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
         tensors, settings = tensors | more, settings | {"weight_offset": 1.0}
     settings |= {"rounds_sum": False} if gated else {}  # the sum as it is before it is rounded
     operands = operands_of(f"{norm}_norm_fwd_{form}", (), tensors | settings)
-    with guarded_buffers():
-        prepared = launch.on_tensors(check_forward(operands), plan(cols))
-        for each in prepared.launches:
-            each.run()
+    outputs = outputs_of(check_forward(operands), plan(cols))
     wide = {name: each.to(FP64) for name, each in tensors.items()}
     exact = reference.formula(operands_of(operands.op, (), wide | settings))
-    for got, want in zip(prepared.outputs, exact, strict=True):
+    for got, want in zip(outputs, exact, strict=True):
         if got is not None:
             epsilon = torch.finfo(got.dtype).eps
             torch.testing.assert_close(got.double(), want, rtol=epsilon + 2e-6, atol=max(epsilon / 8, 2e-5))
@@ -82,24 +72,18 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("of_modulation", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
-def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modulation, plan, monkeypatch):
-    from fusednorm.host import launch
-
-    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modulation, plan):
     tensors = given(form, 40, BF16, of_modulation)
     settings = {"normalized_shape": (40,), "eps": EPS, "rounds_steps": True}
     settings |= {"modulate": "tanh"} if form.endswith("residual") else {"residual_dtype": BF16} if "sum" in form else {}
     outputs = []
     for rounds in (True, False):
         operands = operands_of(f"layer_norm_fwd_{form}", (), tensors | settings | {"rounds_steps": rounds})
-        prepared = launch.on_tensors(check_forward(operands), plan(40))
-        for each in prepared.launches:
-            each.run()
-        outputs.append(prepared.outputs)
-        pairs = zip(prepared.outputs, reference.formula(operands), strict=True)
+        outputs.append(outputs_of(check_forward(operands), plan(40)))
+        pairs = zip(outputs[-1], reference.formula(operands), strict=True)
         close = [torch.isclose(got, want, rtol=1e-5, atol=1e-6) for got, want in pairs if got is not None]
         assert min(each.float().mean() for each in close) > 0.98
         if rounds and "gated" in form:
-            assert torch.equal(prepared.outputs[-1], reference.formula(operands)[-1])  # the sum
+            assert torch.equal(outputs[-1][-1], reference.formula(operands)[-1])  # the sum
     steps, once = (each[0].float() for each in outputs)
     assert torch.isclose(steps, once, rtol=1e-5, atol=1e-6).float().mean() < 0.9

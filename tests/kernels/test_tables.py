@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import FP32, FP64, guarded_buffers
+from cases import FP32, FP64, outputs_of
 from tables import BACKWARDS, BATCH, FORWARDS, Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusednorm import reference
-from fusednorm.host import gpus
 from fusednorm.planner import limits
-from fusednorm.planner.device import A100
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.calls import check
 
@@ -35,21 +33,10 @@ TABLES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def two_sms(monkeypatch):
-    monkeypatch.setattr(gpus, "spec_of", lambda device: replace(A100, sm_count=2))
+def small_sorts(monkeypatch):
     # The interpreter runs one CTA after another. 20 numbers are many here: two passes sort them by eight digits each.
     monkeypatch.setattr(limits, "sort", [64, 4, 4, 3])
     monkeypatch.setattr(limits, "many_keys", [16, limits.many_keys[1]])
-
-
-def outputs_of(call, plan) -> tuple[torch.Tensor | None, ...]:
-    from fusednorm.host import launch
-
-    with guarded_buffers():
-        prepared = launch.on_tensors(call, plan)
-        for each in prepared.launches:
-            each.run()
-    return prepared.outputs
 
 
 @TABLES
