@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 from devices import named, standing_in
+from torch import Tensor
 
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.planner.device import DeviceSpec
+from fusednorm.planner.plan import Plan
 
 from . import launching
 from .gpu import Gpu
@@ -49,6 +51,16 @@ def simulated(device: str | DeviceSpec = "H200", sms: int | None = None, **how) 
     simulation = Simulation(named(device, sms) if isinstance(device, str) else device, **how)
     with standing_in(simulation.spec, simulation.hand_over), kernels_on("cpu"), _fresh_memory_is_nan():
         yield simulation
+
+
+def outputs_of(call, plan: Plan | None = None, device: str = "H200", sms: int = 2, **how) -> tuple[Tensor | None, ...]:
+    """The outputs of a norm's call by this plan, or by the planner's choice, once `simulated`."""
+    from fusednorm.host import launch
+
+    with simulated(device, sms, **how) as simulation:
+        prepared = launch.on_tensors(call, plan)
+        simulation.hand_over(prepared.launches)
+    return prepared.outputs
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED, Gated
-from simulator.host import simulated
+from simulator.host import outputs_of, simulated
 
 import fusednorm
 from fusednorm.host.derived import of_ring
@@ -27,25 +27,16 @@ def cases(by_variant: dict, elsewhere: Gated) -> list:
     return found + [(device, variant, elsewhere) for device, variant in OTHERS.items()]
 
 
-def outputs_of(call, sms: int, plan=None, device: str = "H200"):
-    from fusednorm.host import launch
-
-    with simulated(device, sms) as simulation:
-        prepared = launch.on_tensors(call, plan)
-        simulation.hand_over(prepared.launches)
-    return prepared.outputs
-
-
 @pytest.mark.parametrize("device, variant, gated", cases(BACKWARD, SPECIALIZED[0]), ids=str)
 def test_gated_backwards_give_the_gradients_of_autograd_in_float64(device, variant, gated):
     with fusednorm.force(variant):
-        gated.check_backward(outputs_of(gated.backward, 8 if gated.cols > 8192 else 2, device=device))
+        gated.check_backward(outputs_of(gated.backward, device=device, sms=8 if gated.cols > 8192 else 2))
 
 
 @pytest.mark.parametrize("device, variant, gated", cases(FORWARD, PIPELINED[0]), ids=str)
 def test_gated_forwards_give_the_oracles_numbers(device, variant, gated):
     with fusednorm.force(variant):
-        gated.check_forward(outputs_of(gated.forward, 2, device=device))
+        gated.check_forward(outputs_of(gated.forward, device=device))
 
 
 @pytest.mark.parametrize("gated", IN_BOTH_WAYS, ids=str)
@@ -56,7 +47,7 @@ def test_gates_come_by_the_ring_or_not_to_the_same_right_bits(gated):
     with simulated("H200", 2):
         plan = choose(call.problem, 1, gpus.spec_of(None), "pipelined")
     other = replace(plan, rows_in_ring=not plan.rows_in_ring)
-    first, second = (outputs_of(call, 2, each) for each in (plan, other))
+    first, second = (outputs_of(call, each) for each in (plan, other))
     gated.check_backward(first)
     for one, same in zip(first, second, strict=True):
         assert one is same is None or torch.equal(one, same)
@@ -66,11 +57,11 @@ def test_gates_come_by_the_ring_or_not_to_the_same_right_bits(gated):
 def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
     gated, plan = Gated("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
     assert of_ring(plan, gated.backward.problem)["reads_once"]
-    gated.check_backward(outputs_of(gated.backward, 4, plan))
+    gated.check_backward(outputs_of(gated.backward, plan, sms=4))
 
 
 @pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
 def test_ctas_that_live_long_refill_their_rings_of_rows_and_gates(form):
     """Seven tiles of a CTA by three stages, with weight and bias in registers."""
     gated, plan = Gated("layer", form, 41, 512), from_text("Pipelined(2,512,1,3,4,3,168,0,1,1,0,0,1)")
-    gated.check_forward(outputs_of(gated.forward, 1, plan))
+    gated.check_forward(outputs_of(gated.forward, plan, sms=1))

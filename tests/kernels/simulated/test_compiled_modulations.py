@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import BF16, EPS, FP32, FP64
 from modulations import PORTABLE, SAMPLE, TOKEN, Modulated
-from simulator.host import simulated
+from simulator.host import outputs_of
 
 from fusednorm import reference
 from fusednorm.operands import OPS, operands_of
@@ -40,15 +40,6 @@ CLUSTERS = {
     "Pipelined(2,512,1,2,4,2,255,0,4,1,0,0)": Modulated("layer", 2, 4, 2048, modulation=BF16),
     "Pipelined(1,1024,1,3,4,2,255,0,2,1,0,0)": Modulated("layer", 2, 4, 2048, parameters=FP32),
 }
-
-
-def outputs_of(call, plan: Plan | None = None, **how):
-    from fusednorm.host import launch
-
-    with simulated("H200", 2, **how) as simulation:
-        prepared = launch.on_tensors(call, plan)
-        simulation.hand_over(prepared.launches)
-    return prepared.outputs
 
 
 def rings(call) -> list[Plan]:

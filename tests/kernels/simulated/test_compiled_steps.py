@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulator.host import simulated
+from simulator.host import outputs_of, simulated
 from steps import PIPELINED, PORTABLE, SPECIALIZED
 
 import fusednorm
@@ -25,12 +25,8 @@ CASES += [
 
 @pytest.mark.parametrize("device, variant, steps", CASES, ids=str)
 def test_steps_before_and_after_a_norm_give_the_oracles_numbers(device, variant, steps):
-    from fusednorm.host import launch
-
-    with fusednorm.force(variant), simulated(device, 8 if steps.cols > 8192 else 2) as simulation:
-        prepared = launch.on_tensors(steps.call)
-        simulation.hand_over(prepared.launches)
-    steps.check(prepared.outputs)
+    with fusednorm.force(variant):
+        steps.check(outputs_of(steps.call, device=device, sms=8 if steps.cols > 8192 else 2))
 
 
 @pytest.mark.parametrize("steps", [PIPELINED[1], PIPELINED[2], PIPELINED[8]], ids=str)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import BF16, FP32
-from simulator.host import simulated
+from simulator.host import outputs_of
 from simulator.problems import Problem
 
 from fusednorm.operands import BackwardOperands
@@ -27,15 +27,6 @@ PLANS = {
 }
 
 
-def outputs_of(call, plan):
-    from fusednorm.host import launch
-
-    with simulated("H200", 2 * plan.cluster) as simulation:
-        prepared = launch.on_tensors(call, plan)
-        simulation.hand_over(prepared.launches)
-    return prepared.outputs
-
-
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("text", PLANS)
 def test_a_gradient_of_a_sum_comes_by_the_ring_or_not_to_the_same_right_bits(text, norm):
@@ -48,6 +39,7 @@ def test_a_gradient_of_a_sum_comes_by_the_ring_or_not_to_the_same_right_bits(tex
     operands = norm, given.grad_out, given.x, (cols,), mean, rstd, given.weight, bias, mask, summand
     call = check_backward(BackwardOperands(*operands))
     assert budget.fits_shared_memory(plan, call.problem, H200)
-    found, others = (outputs_of(call, each) for each in (plan, replace(plan, added_in_ring=False)))
+    both = plan, replace(plan, added_in_ring=False)
+    found, others = (outputs_of(call, each, sms=2 * plan.cluster) for each in both)
     problem.check(oracle.Outputs(None, None, None, *found))
     assert all(one is same is None or torch.equal(one, same) for one, same in zip(found, others, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import BF16, FP32
-from simulator.host import simulated
+from simulator.host import outputs_of
 from tables import BACKWARDS, FORWARDS, Table
 
 from fusednorm.planner import limits
@@ -18,19 +18,10 @@ def three_ctas_sort(monkeypatch):
     monkeypatch.setattr(limits, "sort", [*limits.sort[:3], 3])  # the simulation runs one after another
 
 
-def outputs_of(call, device: str = "H200", plan=None):
-    from fusednorm.host import launch
-
-    with simulated(device, 2) as simulation:
-        prepared = launch.on_tensors(call, plan)
-        simulation.hand_over(prepared.launches)
-    return prepared.outputs
-
-
 @pytest.mark.parametrize("device", ["A100", "H200", "B200", "RTX 5090"])
 @pytest.mark.parametrize("table", (FORWARDS[3], BACKWARDS[2]), ids=str)
 def test_gpus_of_each_kind_give_what_gathered_rows_give_in_float64(table, device):
-    table.check(outputs_of(table.call, device))
+    table.check(outputs_of(table.call, device=device))
 
 
 @pytest.mark.parametrize(
@@ -62,10 +53,10 @@ RINGS = {  # a tile is one row
 @pytest.mark.parametrize("table", RINGS, ids=str)
 def test_rings_take_rows_in_the_order_of_an_index(table):
     numbers = table.given["row_index"].clone()
-    got = outputs_of(table.call, plan=RINGS[table])
+    got = outputs_of(table.call, RINGS[table])
     table.check(got)
     numbers[0, 1], numbers[1, 1] = table.size, -1
-    of_none, want = outputs_of(table.call_by(numbers), plan=RINGS[table])[0], got[0]
+    of_none, want = outputs_of(table.call_by(numbers), RINGS[table])[0], got[0]
     assert of_none[:2, 1].isnan().all() and torch.equal(of_none[2], want[2]) and torch.equal(of_none[:, 0], want[:, 0])
 
 
