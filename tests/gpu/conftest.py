@@ -15,8 +15,8 @@ from compiling import ALL_OUTPUTS, compile_case, worker_processes
 from fusednorm.host import fallback, gpus
 
 LARGE_TEST_GIB = 20  # a backward of 4099x65536 with its float64 reference
-MOST_KEPT = 1 << 30  # bytes that a process may keep for its next test
 IN_COMPANY = "PYTEST_XDIST_WORKER" in os.environ  # of xdist's other processes
+MOST_KEPT = (1 if IN_COMPANY else 32) << 30  # bytes that a process may keep for its next test
 
 if IN_COMPANY:  # else each process would start as many compilers as there are processors
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -45,11 +45,9 @@ def kernels_are_compiled_in_parallel(request):
 
 @pytest.fixture(autouse=True)
 def memory_is_shared():
-    """Where xdist runs several processes, a test waits for the memory that most need, and gives back what it used."""
-    if not (IN_COMPANY and torch.cuda.is_available()):
-        yield
-        return
-    wait_for_memory(LARGE_TEST_GIB)
+    """A test gives back what it used. Where xdist runs several processes, it waits for the memory that most need."""
+    if IN_COMPANY and torch.cuda.is_available():
+        wait_for_memory(LARGE_TEST_GIB)
     yield
     if torch.cuda.memory_reserved() > MOST_KEPT:
         torch.cuda.empty_cache()

@@ -77,13 +77,6 @@ ODD = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def memory_is_returned():
-    yield
-    if torch.cuda.memory_reserved() > 32 << 30:
-        torch.cuda.empty_cache()
-
-
 @pytest.mark.parametrize("case", TROUBLED, ids=str)
 def test_widths_that_broke_others(case):
     assert_case_is_right(case)

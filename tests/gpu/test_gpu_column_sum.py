@@ -40,13 +40,6 @@ ODD = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def memory_is_returned():
-    yield
-    if torch.cuda.memory_reserved() > 32 << 30:
-        torch.cuda.empty_cache()
-
-
 @pytest.fixture
 def device() -> DeviceSpec:
     return gpus.spec_of(torch.device("cuda", torch.cuda.current_device()))
