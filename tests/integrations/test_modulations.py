@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from cases import BF16, FP32, FP64
+from test_forwards import llama
 from test_inductor import nothing_is_left  # noqa: F401
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,19 +34,13 @@ def rms(x, weight):
     return F.rms_norm(x, (C,), weight, EPS)
 
 
-def rms_by_hand(x, weight):
-    h = x.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * h.to(x.dtype)
-
-
 def layer_by_hand(x, weight):
     h = x.float()
     h = h - h.mean(-1, keepdim=True)
     return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-NORMS = {"layer": [layer, layer_with_weight, layer_by_hand], "rms": [rms, rms_by_hand]}
+NORMS = {"layer": [layer, layer_with_weight, layer_by_hand], "rms": [rms, llama]}
 EVERY = [norm for norms in NORMS.values() for norm in norms]
 
 
@@ -411,20 +406,20 @@ def behind_at_once(x, residual, gate, norm):
 BEHIND = [lumina, mochi, tanh_by_name, without_tanh, behind_at_once]
 
 
-def stream_behind(x, residual, scale, shift, gate, weight, written=lumina, norm=rms_by_hand):
+def stream_behind(x, residual, scale, shift, gate, weight, written=lumina, norm=llama):
     """As diffusers' Z-Image: a gated residual behind a norm, and a modulated norm of the sum."""
     h = written(x, residual, gate, functools.partial(norm, weight=weight))
     return dit(h, scale, shift, functools.partial(layer, weight=None)), h
 
 
-@pytest.mark.parametrize("norm", [rms_by_hand, layer_with_weight], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("norm", [llama, layer_with_weight], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("written", BEHIND, ids=lambda each: each.__name__)
 def test_a_gated_residual_behind_a_norm_is_joined_too(written, norm):
     model, given = functools.partial(stream_behind, written=written, norm=norm), operands()
     traced = trace(model, join="modulated")
     got, want = assert_alike(traced, model, given, atol=1e-4, rtol=1e-4)
     assert [each.stride() for each in got] == [each.stride() for each in want]
-    kind = "rms" if norm is rms_by_hand else "layer"
+    kind = "rms" if norm is llama else "layer"
     behind, before = f"fusednorm.{kind}_norm_fwd_modulated_plus_residual", "fusednorm.layer_norm_fwd_modulated"
     assert ops_in(traced.forward) == [behind, before]
     assert ops_in(traced.backward) == ["fusednorm.layer_norm_bwd_modulated", f"fusednorm.{kind}_norm_bwd_modulated"]

@@ -7,8 +7,9 @@ import functools
 import pytest
 import torch
 from cases import BF16, FP32
+from test_forwards import gemma, llama
 from test_inductor import nothing_is_left  # noqa: F401
-from test_rotations import layer, layer_of_torch, of_torch, one_plus_weight, rms, rotated_first, turn
+from test_rotations import layer, layer_of_torch, of_torch, rotated_first, turn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from tracing import assert_alike, assert_as_exact, calls, cpu_as_cuda, trace  # noqa: F401
@@ -51,7 +52,7 @@ def stacked(qkv, heads_first=False):
     return tuple(each.transpose(1, 2) for each in parts) if heads_first else parts
 
 
-NORMS = [of_torch, layer_of_torch, rms, one_plus_weight, layer]
+NORMS = [of_torch, layer_of_torch, llama, gemma, layer]
 WAYS = [split, split_columns, slices, unbound, stacked]
 
 

@@ -10,6 +10,7 @@ import hf_models
 import pytest
 import torch
 from cases import BF16, FP32
+from test_forwards import gemma, llama
 from test_inductor import nothing_is_left  # noqa: F401
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
@@ -21,18 +22,6 @@ from fusednorm.integrations import inductor
 
 pytestmark = pytest.mark.usefixtures("cpu_as_cuda", "nothing_is_left")
 D, EPS = 32, 1e-6
-
-
-def rms(x, weight):
-    h = x.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * h.to(x.dtype)
-
-
-def one_plus_weight(x, weight):
-    h = x.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
-    return (h * (1.0 + weight.float())).type_as(x)
 
 
 def layer(x, weight):
@@ -54,7 +43,7 @@ def layer_by_default(x, weight):
     return F.layer_norm(x / 1000, (D,), weight)
 
 
-NORMS = [rms, one_plus_weight, layer, of_torch, layer_of_torch, layer_by_default]
+NORMS = [llama, gemma, layer, of_torch, layer_of_torch, layer_by_default]
 
 
 def rotate_half(x):
@@ -118,7 +107,7 @@ def turn_in_part(x, cos, sin):
     return torch.cat([turn(x[..., :size], cos, sin), x[..., size:]], dim=-1)
 
 
-def attention(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind", each=False):
+def attention(q, k, of_q, of_k, cos, sin, norm=llama, turn=turn, swaps="behind", each=False):
     """Each is [B, S, H, D]. `swaps` says where that becomes [B, H, S, D], beside the norm or last."""
     before, behind, last = (
         lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("before", "behind", "last")
@@ -129,7 +118,7 @@ def attention(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind", e
     return q, last(turn(behind(norm(before(k), of_k)), *tables[-1]).to(k.dtype))
 
 
-def rotated_first(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="before"):
+def rotated_first(q, k, of_q, of_k, cos, sin, norm=llama, turn=turn, swaps="before"):
     """As Hunyuan's; `swaps` as above, beside the rotation."""
     before, behind, last = (
         lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("before", "behind", "last")
@@ -139,7 +128,7 @@ def rotated_first(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="before
     return last(norm(q, of_q)), last(norm(k, of_k))
 
 
-def of_all_heads(q, k, of_q, of_k, cos, sin, norm=rms, turn=turn, swaps="behind"):
+def of_all_heads(q, k, of_q, of_k, cos, sin, norm=llama, turn=turn, swaps="behind"):
     """As OLMo 2's, and with "never" as diffusers' Wan's: each is [B, S, H * D]."""
     behind, last = (lambda x, if_=swaps == place: x.transpose(1, 2) if if_ else x for place in ("behind", "last"))
     tables = [table.unsqueeze(1 if swaps == "behind" else 2) for table in (cos, sin)]
@@ -180,7 +169,7 @@ def test_norms_and_rotations_are_one_op_in_both_directions(norm, swaps):
 
 
 @pytest.mark.parametrize("swaps", ["behind", "before", "last", "never"])
-@pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("norm", [llama, layer, of_torch], ids=lambda norm: norm.__name__)
 def test_a_rotation_may_come_before_the_norm(norm, swaps):
     model, given = functools.partial(rotated_first, norm=norm, swaps=swaps), operands()
     traced = trace(model)
@@ -192,7 +181,7 @@ def test_a_rotation_may_come_before_the_norm(norm, swaps):
 
 
 @pytest.mark.parametrize("of_k", [4, 2, 1])
-@pytest.mark.parametrize(("norm", "swaps"), [(rms, "behind"), (of_torch, "last"), (of_torch, "never")])
+@pytest.mark.parametrize(("norm", "swaps"), [(llama, "behind"), (of_torch, "last"), (of_torch, "never")])
 @pytest.mark.parametrize("turn", [turn, turn_pairs, turn_stored_pairs], ids=lambda each: each.__name__)
 def test_a_norm_may_be_one_over_all_heads(turn, norm, swaps, of_k):
     model = functools.partial(of_all_heads, norm=norm, turn=turn, swaps=swaps)
@@ -211,14 +200,14 @@ def without_weights(q, k, of_q, of_k, cos, sin):
 
 
 def of_k_alone(q, k, of_q, of_k, cos, sin):
-    q = rms(q.unflatten(-1, (-1, D)), of_q[:D]).transpose(1, 2)
-    k = rms(k, of_k).unflatten(-1, (-1, D)).transpose(1, 2)
+    q = llama(q.unflatten(-1, (-1, D)), of_q[:D]).transpose(1, 2)
+    k = llama(k, of_k).unflatten(-1, (-1, D)).transpose(1, 2)
     return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
 
 def split_otherwise(q, k, of_q, of_k, cos, sin):
     """Tokens and columns make the rows."""
-    q, k = (rms(x, weight).view(2, -1, 6, D) for x, weight in ((q, of_q), (k, of_k)))
+    q, k = (llama(x, weight).view(2, -1, 6, D) for x, weight in ((q, of_q), (k, of_k)))
     return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
 
@@ -276,9 +265,9 @@ def test_tables_may_have_fewer_dims_than_what_they_rotate(dims, swaps):
     def model(q, k, of_q, of_k, cos, sin):
         pairs = (q, of_q), (k, of_k)
         if swaps == "before":
-            normalized = [rms(x.transpose(1, 2), of) for x, of in pairs]
+            normalized = [llama(x.transpose(1, 2), of) for x, of in pairs]
         else:
-            normalized = [rms(x, of).transpose(1, 2) for x, of in pairs]
+            normalized = [llama(x, of).transpose(1, 2) for x, of in pairs]
         return tuple(turn(each, cos, sin) for each in normalized)
 
     traced, given = trace(model), [q, k, *others[2:], cos, sin]
@@ -289,7 +278,7 @@ def test_tables_may_have_fewer_dims_than_what_they_rotate(dims, swaps):
 def test_results_go_to_the_device_that_the_model_moves_them_to():
     def moved(q, k, of_q, of_k, cos, sin):
         tables = cos.unsqueeze(2), sin.unsqueeze(2)
-        return turn(rms(q, of_q), *tables).to("meta"), turn(rms(k, of_k), *tables).to("meta")
+        return turn(llama(q, of_q), *tables).to("meta"), turn(llama(k, of_k), *tables).to("meta")
 
     q, k = trace(moved)(*operands())
     assert q.device.type == k.device.type == "meta"
@@ -338,7 +327,7 @@ def test_slices_of_one_projection_are_read_in_place():
 def test_a_norm_of_what_was_rotated_is_found_too():
     def again(*given):
         q, k = attention(*given)
-        return rms(q, given[2]), k
+        return llama(q, given[2]), k
 
     traced, given = trace(again), operands()
     assert_alike(traced, again, given)
@@ -369,7 +358,7 @@ WAYS = [turn_chunks, turn_backward, turn_by_halves, turn_halves_backward]
 UNBOUND = [turn_pairs, turn_unbound_halves, turn_stored_pairs]
 
 
-@pytest.mark.parametrize("norm", [rms, layer, of_torch], ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("norm", [llama, layer, of_torch], ids=lambda norm: norm.__name__)
 @pytest.mark.parametrize("swaps", ["behind", "before", "never"])
 @pytest.mark.parametrize("way", UNBOUND, ids=lambda way: way.__name__)
 def test_pairs_and_halves_that_a_view_has_are_found(way, swaps, norm):
@@ -391,7 +380,7 @@ def test_every_way_to_write_it_is_found(way, attention, dtype):
 
 def test_dims_may_be_named():
     def model(q, k, of_q, of_k, cos, sin):
-        q, k = (rms(x, weight).transpose(dim0=1, dim1=2) for x, weight in ((q, of_q), (k, of_k)))
+        q, k = (llama(x, weight).transpose(dim0=1, dim1=2) for x, weight in ((q, of_q), (k, of_k)))
         return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
 
     traced, given = trace(model), operands()
@@ -512,23 +501,23 @@ def test_other_code_stays_as_it_is(other):
 
 def tables_of_k(q, k, of_q, of_k, cos, sin):
     tables = cos.unsqueeze(2), sin.unsqueeze(2)
-    return turn(rms(q, of_q), *tables), turn(rms(k, of_k), *(each * 2 for each in tables))
+    return turn(llama(q, of_q), *tables), turn(llama(k, of_k), *(each * 2 for each in tables))
 
 
 def norm_of_k(q, k, of_q, of_k, cos, sin):
     tables = cos.unsqueeze(2), sin.unsqueeze(2)
-    return turn(rms(q, of_q), *tables), turn(one_plus_weight(k, of_k), *tables)
+    return turn(llama(q, of_q), *tables), turn(gemma(k, of_k), *tables)
 
 
 def k_of_q(q, k, of_q, of_k, cos, sin):
     tables = cos.unsqueeze(2), sin.unsqueeze(2)
-    q = turn(rms(q, of_q), *tables)
-    return q, turn(rms(k * q.mean(), of_k), *tables)
+    q = turn(llama(q, of_q), *tables)
+    return q, turn(llama(k * q.mean(), of_k), *tables)
 
 
 def turned_is_a_result(q, k, of_q, of_k, cos, sin):
     q, k = (turn(x, cos.unsqueeze(2), sin.unsqueeze(2)) for x in (q, k))
-    return rms(q, of_q) + q, rms(k, of_k) + k
+    return llama(q, of_q) + q, llama(k, of_k) + k
 
 
 APART = [tables_of_k, norm_of_k, k_of_q, turned_is_a_result]
