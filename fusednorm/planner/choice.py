@@ -66,9 +66,10 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     found = (((math.inf, asked),), "forced") if asked else measured(problem, device) or published(problem, device)
     ranges, source = found or (predicted(problem, device), "model")
     *few, (_, many) = ranges
-    if many.variant != "multi_wave":  # a ring counts rows in 32 bits, and column tiles have no sums by sample
+    if problem.by_key or many.variant != "multi_wave":  # sorts and rings count rows in 32 bits
         rest = best_plan("multi_wave", problem, device) if problem.by_sample else column_tile_plan(problem, device)
-        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest or none))
+        rest = ReferencePlan(f"sorts at most {MAX_RING_ROWS} rows") if problem.by_key else rest or none
+        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))  # column tiles have no sums by sample
     return Chosen(ranges, source)
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import example
 from hypothesis import strategies as st
 from planning import given, make_gated, make_gated_sum, make_modulated, make_problem, num_ctas, sweep
+from tables import Table
 
 from fusednorm.forms import FormSpec
 from fusednorm.host import derived
@@ -93,6 +94,13 @@ def test_a_ring_begins_at_the_narrowest_row_published_on_each_blackwell_gpu(devi
 def test_a_ring_counts_rows_in_32_bits(device):
     assert isinstance(choose(make_problem(), legality.MAX_RING_ROWS, device), RingPlan)
     assert choose(make_problem(), legality.MAX_RING_ROWS + 1, device).variant == "multi_wave"
+
+
+@pytest.mark.parametrize("cols", [64, 5120])
+def test_a_sort_of_rows_counts_them_in_32_bits(cols):
+    problem = Table("layer", "", 1, cols, backward=True).call.problem
+    assert choose(problem, legality.MAX_RING_ROWS, H200).variant != "reference"
+    assert choose(problem, legality.MAX_RING_ROWS + 1, H200).variant == "reference"
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
