@@ -91,7 +91,7 @@ def of_blocks(call: BackwardCall, out: Written, first: int, dtype: torch.dtype) 
 def add_blocks(over_blocks: list[OverBlocks]) -> list[Launch]:
     """The launches that add up the sums of blocks, one for each size of a sum, with one CTA per piece of each sum."""
     tile, launches = blocks_tile(), []
-    for size in dict.fromkeys([each.size for each in over_blocks]):
+    for size in dict.fromkeys([each.size for each in over_blocks if each.size]):  # a table may have no rows
         outs, parts = zip(*[each[:2] for each in over_blocks if each.size == size], strict=True)
         args = parts, outs, Number.PARTIALS, size, padded(size)
         launches.append(Launch(finalizer.add_blocks, (triton.cdiv(size, tile.cols), len(outs)), args, None, tile))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from cases import FP32, FP64, outputs_of
 from tables import BACKWARDS, BATCH, FORWARDS, Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusednorm
 from fusednorm import reference
 from fusednorm.planner import limits
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
@@ -79,9 +81,12 @@ def test_of_tables_without_rows_every_row_reads_nan(backward):
     table = Table("layer", "_of_gated_sum", 5, 40, parameters=FP32, backward=backward)
     none = {name: table.given[name][:0] for name in ("scale", "shift", "gate")}
     operands = table.operands._replace(**none)
-    call, plan = check(operands), PLANS["two rows"](40)
-    assert all(all(each.grid) for each in launch.on_tensors(call, plan).launches), "a GPU takes no empty grid"
-    for outputs in (outputs_of(call, plan), reference.run(operands)):
+    plan = PLANS["two rows"](40)
+    for order in (contextlib.nullcontext(), fusednorm.batch_invariant(ordered_sums=8)):
+        with order:
+            launches = launch.on_tensors(check(operands), plan).launches
+        assert all(all(each.grid) for each in launches), "a GPU takes no empty grid"
+    for outputs in (outputs_of(check(operands), plan), reference.run(operands)):
         assert outputs[0].isnan().all()
         shapes = [each.shape for each in outputs[3:] if each is not None]
         assert not backward or shapes == [(0, 40), (0, 40), table.given["x"].shape, (0, 40)]

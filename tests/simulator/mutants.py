@@ -19,10 +19,14 @@ from typing import NamedTuple
 
 from cases import BF16, FP32
 from column_sums import Sums
+from head_norms import HeadCase
+from tables import Table
 from tqdm import tqdm
 
+from fusednorm.planner.plan import PipelinedPlan
+
 from .order import Deadlock
-from .problems import DX_ONLY, NO_DX, Problem, SumProblem, bits
+from .problems import DX_ONLY, NO_DX, FormProblem, HeadProblem, Problem, SumProblem, bits
 from .ptx import Instruction
 from .races import Race, SimulationError
 
@@ -30,6 +34,7 @@ SYNCHRONIZES = re.compile(
     r"(bar\.sync|barrier|mbarrier\.(try_wait|arrive|inval)|cp\.async\.(commit|wait)_group|fence|membar|red|atom"
     r"|griddepcontrol)\b(?!.*\.warp)"
 )
+ORDERED = PipelinedPlan(1, 256, 1, 3, 2, 1, 255, weight_in_smem=False)
 PROBLEMS = [
     Problem("backward", "multi_wave", "layer", 60, 200),
     Problem("backward", "multi_wave", "layer", 40, 5000, mask=NO_DX),
@@ -48,6 +53,8 @@ PROBLEMS = [
     Problem("forward", "pipelined", "rms", 40, 12288, sms=4),
     SumProblem(Sums(300, 264, 3, BF16, total=True), kernel="ring"),
     SumProblem(Sums(300, 264, 1, FP32), kernel="portable"),
+    FormProblem(Table("layer", "", 12, 256, parameters=BF16, backward=True), "backward", ORDERED, sms=1),
+    HeadProblem(HeadCase(cols=64, rotary=64, tokens=70, dtype=BF16, norm="layer", norm_first=False)),
 ]
 
 
