@@ -70,7 +70,7 @@ class Table:
         wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
         if problem.by_key:  # no line is of a kernel that gathers rows
             return []
-        key = self._unlike_x(problem)
+        key = self.unlike_x(problem)
         if not key and not problem.quantities["holds_wide"]:
             key = self._like(Key.of(problem))
         return [self.parsed(line) for line in self._lines(key, problem.cols)] if key else []
@@ -80,11 +80,7 @@ class Table:
         cols, plans, *day = json.loads(line)
         return cols, tuple((most or math.inf, text) for most, text in plans), (day or [self.date])[0]
 
-    def knows(self, problem: NormProblem) -> bool:
-        """Whether a width like the problem's was measured with parameters or rows that are unlike x as its are."""
-        return self._unlike_x(problem) is not None
-
-    def _unlike_x(self, problem: NormProblem) -> Key | None:
+    def unlike_x(self, problem: NormProblem) -> Key | None:
         """The key of the problem's parameters and rows that are unlike x, or of its rows, or of its parameters: the
         first that has a near width. None if none has, or nothing is unlike x."""
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
@@ -168,7 +164,7 @@ def of_device(device: DeviceSpec, problem: NormProblem | None = None) -> Iterato
         yield own
     alike = [each for each in shipped() if each.arch == device.arch]
     alike.sort(key=lambda each: device.name not in each.gpu and each.gpu not in device.name)
-    yield from sorted(alike, key=lambda each: problem is not None and not each.knows(problem))[:1]
+    yield from sorted(alike, key=lambda each: problem is not None and not each.unlike_x(problem))[:1]
 
 
 def coefficients(device: DeviceSpec) -> Coefficients:
