@@ -120,8 +120,7 @@ class Call {
         may_run &= as_it_is && tensor.sizes() == binding.normalized_shape;
         break;
       case Role::MODULATION:
-        if (may_run && invariant && !as_it_is) copy(tensor, address);
-        may_run = may_run && add_modulation(as_it_is || !invariant ? tensor : copies.back().second);
+        may_run = may_run && add_modulation(invariant && !as_it_is ? copy(tensor, address) : tensor);
         break;
       case Role::COLUMNS:
         may_run = may_run && tensor.dim() == x_dim &&
@@ -134,8 +133,7 @@ class Call {
         if (may_run && !as_it_is) copy(tensor, address);
         break;
       case Role::TABLE:
-        if (may_run && invariant && !as_it_is) copy(tensor, address);
-        may_run = may_run && add_table(as_it_is || !invariant ? tensor : copies.back().second);
+        may_run = may_run && add_table(invariant && !as_it_is ? copy(tensor, address) : tensor);
         break;
       case Role::STRIDED:
       case Role::CONSTANT:
@@ -195,12 +193,13 @@ class Call {
            static_cast<int64_t>(contiguous) << 1 | (address % 16 == 0);
   }
 
-  // Lets the tensor that was added last be read from a contiguous copy.
-  void copy(const Tensor& tensor, uint64_t& address) {
+  // Lets the tensor that was added last be read from a contiguous copy, which is returned.
+  const Tensor& copy(const Tensor& tensor, uint64_t& address) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Tensor& made = copies.emplace_back(added - 1, tensor.clone(at::MemoryFormat::Contiguous)).second;
     address = reinterpret_cast<uint64_t>(made.const_data_ptr());
     key.back() = part_of_key(made, true, address);
+    return made;
   }
 
   // Adds to the key how the rows (the first batch_ndim dims) lie in memory, by the rule of rows.py: row_view. False if
