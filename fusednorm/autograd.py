@@ -203,11 +203,11 @@ def above_autograd(operands: Operands) -> Outputs:
     """The implementation of the ops at the autograd key."""
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
-    if torch_compat.needs_formula():
+    recorded = _is_recorded(*operands.differentiable)
+    if torch_compat.needs_formula() or (recorded and operands.direction != "forward"):
         return reference.formula(operands)
-    if _is_recorded(*operands.differentiable):
-        return _recorded(operands) if operands.direction == "forward" else reference.formula(operands)
-    return _below_autograd(operands)
+    outputs = _below_autograd(operands)
+    return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=False)) if recorded else outputs
 
 
 def _apply(name: str, *arguments):
@@ -221,10 +221,6 @@ def _apply(name: str, *arguments):
     if not torch.is_inference_mode_enabled():
         outputs = NormFunction.apply(*operands.tensors, outputs, node_info(operands, statistics_inside=False))
     return op_outputs(name, outputs)
-
-
-def _recorded(operands: Operands) -> Outputs:
-    return _record(*operands.tensors, _below_autograd(operands), node_info(operands, statistics_inside=False))
 
 
 def node_info(operands: Operands, *, statistics_inside: bool) -> NodeInfo:

@@ -66,12 +66,7 @@ def copies_of_rest(call: BackwardCall, dx: Address, times: int) -> list[Launch]:
     for source, start, end in runs:  # in rest; in dx, from start to end
         if end > start:
             args = dx, call.rows, start, end - start, call.width - 2 * cols, source
-            tile = ColumnTile(*copied_tile(end - start), num_warps=8)
+            chunk = min(limits.copied_columns, 1 << (end - start - 1).bit_length())
+            tile = ColumnTile(limits.copied_elements // chunk, chunk, num_warps=8)
             launches.append(Launch(copies.copy_columns, (Number.CTAS, times), args, None, tile))
     return launches
-
-
-def copied_tile(cols: int) -> tuple[int, int]:
-    """Rows and columns of the tile by which a CTA copies `cols` columns of a tensor. Both are powers of two."""
-    chunk = min(limits.copied_columns, 1 << (cols - 1).bit_length())
-    return limits.copied_elements // chunk, chunk

@@ -104,10 +104,6 @@ def _make_ops(model: GraphModule, calls: list[tuple[str, Joined]], pairs: list[P
     for pair in pairs:
         rotations.make_op(model.graph, pair, made)
     for each in reversed(model.graph.nodes):  # other code may be there for its side effects
-        if not each.users and _is_pure(each):
+        if not each.users and (kind_of(each) is not None or each.target in BUILT_IN | OURS):
             model.graph.erase_node(each)
     model.recompile()
-
-
-def _is_pure(node: Node) -> bool:
-    return kind_of(node) is not None or node.target in BUILT_IN | OURS
