@@ -7,7 +7,12 @@ import triton.language as tl
 
 from .rowmath import folded_bias, folded_weight, sums_of_modulated, widen
 
-NO_KEY = tl.constexpr(-2)  # of a CTA without rows: zeros are in place of rows of tables, for its sums must not be NaN
+
+@triton.constexpr_function
+def no_key():
+    """Of a CTA without rows: zeros are in place of rows of tables, for its sums must not be NaN. A function, because
+    Triton 3.6 puts a constant into the key of one kernel alone of those that share what reads it."""
+    return -2
 
 
 class Statistics(NamedTuple):
@@ -77,12 +82,12 @@ def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.cons
     none = (table_rows + 1).to(tl.int32)
     keys = tl.load(key_ptr + coarse, mask=coarse < rows, other=none)
     at = tl.sum(((coarse < rows) & (first_of_key(coarse, keys, most) <= cta)).to(tl.int32)) * step - 1
-    key = NO_KEY
+    key = no_key()
     for start in range(0, step + 1, lanes):
         place = at + start + numbers(lanes, tile)
         inside = (place >= 0) & (place <= at + step) & (place < rows)
         found = tl.load(key_ptr + place, mask=inside, other=none)
-        key = tl.maximum(key, tl.max(tl.where(inside & (first_of_key(place, found, most) <= cta), found, NO_KEY)))
+        key = tl.maximum(key, tl.max(tl.where(inside & (first_of_key(place, found, most) <= cta), found, no_key())))
     # Where the key begins, and the next one: steps with smaller keys and, in the upper 16 bits, with no larger ones.
     steps = tl.sum((keys < key).to(tl.int32) + ((keys <= key).to(tl.int32) << 16))
     first = (steps & 0xFFFF) * step
@@ -99,8 +104,8 @@ def share_of_key(key_ptr, rows, table_rows, numbers: tl.constexpr, tile: tl.cons
         last += both >> 16
     nth = cta - first_of_key(first, key, most)
     ctas = first_of_key(last, key, most) - first_of_key(first, key, most) + 1
-    is_any = (key > NO_KEY) & (nth < ctas)
-    key = tl.where(is_any, key, NO_KEY)
+    is_any = (key > no_key()) & (nth < ctas)
+    key = tl.where(is_any, key, no_key())
     return Share(key, tl.where(is_any, nth, 0), ctas, first, tl.where(is_any, last, first))
 
 
@@ -268,11 +273,11 @@ def row_of_sample(shared, strides_shared, t: tl.constexpr, sample, tile: tl.cons
 @triton.jit
 def load_shared(shared, strides_shared, sample, cols, columns: tl.constexpr, tile: tl.constexpr, table_rows=None):
     """The row of each tensor that belongs to the sample, loaded as a parameter is, as a tuple. Of tables of so many
-    rows, the sample is the number of their row; NaN for that of none, zeros for NO_KEY."""
+    rows, the sample is the number of their row; NaN for that of none, zeros for no_key."""
     absent = 0.0
     if table_rows is not None:
         is_there = sample.to(tl.uint64) < table_rows  # a negative number is a large one
-        absent = tl.where(is_there | (sample == NO_KEY), 0.0, float("nan"))
+        absent = tl.where(is_there | (sample == no_key()), 0.0, float("nan"))
         cols = tl.where(is_there, cols, 0)
     loaded = ()
     if shared is not None:
