@@ -54,8 +54,8 @@ def _seconds_of_first_call(state: str) -> float:
     return record["forward_s"] + record["backward_s"]
 
 
-def _ahead(peer: str, gpu: str) -> tuple[int, int]:
-    return len(tables.shapes_ahead(gpu, peer)), tables.num_cells(peer, gpu)
+def _cudnn_ahead(gpu: str) -> tuple[int, int]:
+    return len(tables.shapes_ahead(gpu, "cudnn")), tables.num_cells("cudnn", gpu)
 
 
 def _slower_with_triton_39() -> list[float]:
@@ -100,12 +100,12 @@ SENTENCES: dict[str, list[tuple[str, Callable[[], list | tuple]]]] = {
          " torch.compile {} and {}, Liger {} and {}",
          lambda: [ratio for peer in ("cudnn", "quack", "inductor", "liger") for ratio in _ratios(peer)]),
         ("cuDNN is faster in {} of {} cells on an H200 and in {} of {} on an H100",
-         lambda: [*_ahead("cudnn", "H200"), *_ahead("cudnn", "H100")]),
+         lambda: [*_cudnn_ahead("H200"), *_cudnn_ahead("H100")]),
         ("forwards of RMSNorm are {} to {}% slower", lambda: _percent(_slower_with_triton_39())),
     ],
     "docs/peers.md": [
-        ("faster than ours in {} of {} cells on an H200", lambda: _ahead("cudnn", "H200")),
-        ("in {} of {} on an H100", lambda: _ahead("cudnn", "H100")),
+        ("faster than ours in {} of {} cells on an H200", lambda: _cudnn_ahead("H200")),
+        ("in {} of {} on an H100", lambda: _cudnn_ahead("H100")),
         ("by up to {}%",
          lambda: _percent([each.by for gpu in tables.GPUS for each in tables.shapes_ahead(gpu, "cudnn")])[1:]),
         ("(LayerNorm {} times, RMSNorm {} times", lambda: _ratios("inductor")),

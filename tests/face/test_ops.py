@@ -40,9 +40,9 @@ CASES = [
 ]
 
 
-def case_inputs(norm, shape=(4, 3, 8), dtype=FP32, seed=0):
-    case = Case(norm, shape, 1, dtype, FP32, FP32 if norm == "layer" else None)
-    return case, make_inputs(case, seed=seed)
+def case_inputs(norm, dtype=FP32):
+    case = Case(norm, (4, 3, 8), 1, dtype, FP32, FP32 if norm == "layer" else None)
+    return case, make_inputs(case)
 
 
 def forward(norm, x, weight, bias, eps=1e-5):

@@ -53,8 +53,8 @@ def run(body: str, *values, threads: int = 32, ctas: int = 1, cluster: int = 1, 
     return gpu
 
 
-def nans(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype)
+def nans(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"))
 
 
 def tensor_map(gpu: Gpu, tensor: Tensor, box: tuple[int, int], swizzle: int = 0) -> TensorMap:
