@@ -102,7 +102,7 @@ def packed_formula(operands: Operands) -> Outputs:
         rest = dx.new_zeros(*dx.shape[:-1], operands.width - 2 * cols)
     first, last = sorted((operands.x_at, operands.gate_at))
     before, between, behind = rest.to(dx.dtype).split([first, last - first - cols, operands.width - last - cols], -1)
-    both = (dx, dgate) if first == operands.x_at else (dgate, dx)
+    both = (dx, dgate.to(dx.dtype))[:: 1 if first == operands.x_at else -1]
     return torch.cat([before, both[0], between, both[1], behind], -1), dweight, dbias
 
 
@@ -334,7 +334,7 @@ def _sum_sharers(rows: Tensor, modulation: Tensor, operands: Operands) -> Tensor
         parts = zip(of_rows.split(MOST_OF_SUM), index.flatten().split(MOST_OF_SUM), strict=True)
         sums = [torch.ops.aten.embedding_dense_backward(*each, modulation.shape[0], -1, False) for each in parts]
         return sum(sums[1:], sums[0]).reshape(modulation.shape)
-    return rows[None].sum_to_size(1, *_spread(modulation, operands).shape).reshape(modulation.shape)
+    return rows[None].sum_to_size(_spread(modulation, operands).shape).reshape(modulation.shape)
 
 
 def statistics_gradients(operands: Operands, grad_mean: Tensor | None, grad_rstd: Tensor | None) -> Outputs:

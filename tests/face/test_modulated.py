@@ -237,6 +237,15 @@ def test_tables_that_no_row_reads_have_gradients_of_zeros(rows):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_the_gradient_of_a_shift_for_each_row_shares_no_memory_with_that_of_y(norm):
+    dy, x, scale, shift = (draw(3, COLS, dtype=FP32, seed=seed) for seed in range(4))
+    statistics = (torch.ones(3),) * (2 if norm == "layer" else 1)
+    backward = getattr(torch.ops.fusednorm, f"{norm}_norm_bwd_modulated")
+    gradients = backward(dy, x, [COLS], *statistics, scale, None, None, shift)
+    assert torch.equal(gradients[4], dy) and gradients[4].data_ptr() != dy.data_ptr()
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_a_norm_with_a_table_keeps_its_rows_and_no_row_of_x_for_its_backward(norm):
     x, index = draw(2, 30, COLS, seed=1).requires_grad_(), torch.zeros(2, 30, dtype=torch.int64)
     table, kept = draw(4, 3, COLS, seed=2).requires_grad_(), []

@@ -106,7 +106,8 @@ def test_the_op_has_a_fake_and_compiles_without_a_break(norm, after):
     dy, stat = torch.randn(2, 3, COLS), torch.ones(6)
     x, gate = (packed.detach()[..., start:stop] for start, stop in place)
     statistics = (stat, stat) if norm == "layer" else (stat,)
-    arguments = dy, x, [COLS], gate, *statistics, weight.detach(), bias.detach(), torch.randn(2, 3, WIDTH - 2 * COLS)
+    rest = torch.randn(2, 3, WIDTH - 2 * COLS)
+    arguments = dy, x, [COLS], gate.double(), *statistics, weight.detach(), bias.detach(), rest
     named = {"width": WIDTH, "x_at": place[0][0], "gate_at": place[1][0]}
     tests = "test_schema", "test_faketensor", "test_autograd_registration"
     torch.library.opcheck(op, arguments, named, test_utils=tests)
