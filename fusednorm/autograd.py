@@ -307,9 +307,11 @@ def of_form(name: str, arguments: tuple) -> Tensor | tuple[Tensor, ...]:
 def of_operands(operands: Operands) -> Tensor | tuple[Tensor, ...]:
     """The same for operands."""
     try:
-        is_traced_by_jit = not torch.compiler.is_dynamo_compiling() and torch_compat.tracing_state() is not None
-        if is_traced_by_jit and operands.normalized_shape:  # sizes are tensors then
-            operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
+        if not torch.compiler.is_dynamo_compiling() and torch_compat.tracing_state() is not None:
+            if TRANSLATIONS[operands.op].op.of_lists:  # torch.jit.trace takes no list with a None
+                return reference.formula(operands)
+            if operands.normalized_shape:  # sizes are tensors then
+                operands = operands._replace(normalized_shape=[int(size) for size in operands.normalized_shape])
         return _of_form(operands)
     except (AttributeError, TypeError, RuntimeError):
         validate(operands)  # raises a sentence if an operand is wrong

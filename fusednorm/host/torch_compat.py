@@ -195,12 +195,12 @@ def record(function: type[torch.autograd.Function]) -> Callable:
 
 
 def recorder(function: type[torch.autograd.Function], *tensors: Tensor | None) -> Callable | None:
-    """function.apply for these tensors. None if autograd records nothing, or if a torch.func transform or forward-mode
-    AD must see the operations inside."""
+    """function.apply for these tensors. None if autograd records nothing, or if torch.jit.trace, a torch.func
+    transform or forward-mode AD must see the operations inside."""
     if torch.compiler.is_dynamo_compiling():
         return function.apply
     recorded = torch.is_grad_enabled() and any([isinstance(each, Tensor) and each.requires_grad for each in tensors])
-    return record(function) if recorded and not needs_formula() else None
+    return record(function) if recorded and not (needs_formula() or tracing_state()) else None
 
 
 def has_autocast_rule(aten_op: str) -> bool:

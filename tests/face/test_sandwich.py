@@ -101,6 +101,13 @@ def test_it_compiles_without_a_break(norm):
         torch.testing.assert_close(got, want)
 
 
+@norms
+def test_torch_jit_traces_a_call_without_parameters(norm):
+    x, residual, *_ = leaves(FP32, parameters=0)
+    traced = torch.jit.trace(FUNCTIONS[norm][0], (x, residual), check_trace=False)
+    torch.testing.assert_close(traced(x + 1, residual), FUNCTIONS[norm][0](x + 1, residual))
+
+
 def test_wrong_operands_are_refused_in_a_sentence():
     x, residual, weight, *_ = leaves(FP32)
     op = "^rms_norm_fwd_plus_residual"

@@ -248,6 +248,19 @@ def test_opcheck():
     torch.library.opcheck(OPS.head_norm_bwd_packed.default, (grads, qkv, *operands, [True] * 5, 4, 2, False), {})
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_torch_jit_traces_a_call(packed):
+    def run(qkv):
+        if packed:
+            return fusednorm.qk_norm_packed(qkv, 2, 1, W, rotary=(ROTARY, ROTARY))
+        return fusednorm.qk_norm(*qkv.unflatten(-1, (4, 16)).split((2, 2), -2), W, rotary=(ROTARY, ROTARY))
+
+    qkv = torch.randn(2, 5, 64, requires_grad=True)
+    traced, more = torch.jit.trace(run, qkv, check_trace=False), torch.randn(3, 5, 64, requires_grad=True)
+    assert_close(traced(more), run(more))
+    assert_close(*(torch.autograd.grad(made(more)[0].sin().sum(), more) for made in (traced, run)))
+
+
 def test_module_has_the_parameters_of_its_state_dict_and_runs_the_function():
     module = fusednorm.QKNorm(16, EPS, bias=True, norm="layer", dtype=FP64, weight_offset=1.0)
     assert list(module.state_dict()) == ["q_weight", "q_bias", "k_weight", "k_bias"]
