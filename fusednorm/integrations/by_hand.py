@@ -129,9 +129,11 @@ def forward_of(own: type) -> Callable:
     torch.jit.script does not take *args. It reads the source of the wrapped function instead, which is own.forward, and
     resolves names in the globals of own.forward.
     """
-    run = NormByHand.run
+    by_hand, run = NormByHand, NormByHand.run
 
     def forward(self, *args, **kwargs):
+        if not isinstance(self, by_hand):  # whoever keeps the bound method calls it after `restore`, too
+            return own.forward(self, *args, **kwargs)
         return run(self, args, kwargs)
 
     with_its_globals = FunctionType(forward.__code__, own.forward.__globals__, "forward", None, forward.__closure__)
@@ -244,7 +246,7 @@ def _more_rows(subject: Subject, ranks: frozenset[int]) -> list[tuple[int, ...]]
 def returns_stock_norm(module: nn.LayerNorm | nn.RMSNorm) -> bool:
     """Whether a subclass's forward returns exactly torch's norm of its input with the module's own parameters. Raises
     Unrecognized."""
-    if len(inspect.signature(type(module).forward).parameters) != 2:
+    if len(_arguments_of(module)) != 2:
         return False
     trials.check_tensors(module)
     batches = (*TRIAL_BATCHES, *(batch for batch in MORE_ROWS if math.prod(batch) <= 64))
@@ -280,7 +282,7 @@ def _norm_to_try(module: nn.Module) -> Subject:
         raise Unrecognized("normalizes more than one dim")
     if any(len(module._parameters[name]) == 1 for name in present):
         raise Unrecognized("has a parameter of one element, for rows of any width")
-    _, *inputs = inspect.signature(type(module).forward).parameters.values()
+    inputs = _arguments_of(module)[1:]
     by_name = all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in inputs)
     if not (len(inputs) == 1 or (len(inputs) == 2 and by_name)):
         raise Unrecognized("its forward takes more than the tensor and a gate")
@@ -288,6 +290,14 @@ def _norm_to_try(module: nn.Module) -> Subject:
     if len(names) != 1:
         raise Unrecognized(f"has no eps that we know of ({', '.join(EPS_NAMES)})")
     return Subject(module, names[0], tuple(each.name for each in inputs))
+
+
+def _arguments_of(module: nn.Module) -> list[inspect.Parameter]:
+    """Those of its forward, self included."""
+    try:
+        return [*inspect.signature(type(module).forward).parameters.values()]
+    except (TypeError, ValueError):
+        raise Unrecognized("its forward is no function of Python") from None
 
 
 def _what_it_computes(subject: Subject) -> Computation:

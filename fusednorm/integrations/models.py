@@ -12,7 +12,7 @@ from torch import nn
 from .. import modules
 from . import rotating
 from .by_hand import Formula, NormByHand, formula_of, forward_of, returns_stock_norm
-from .trials import Unrecognized
+from .trials import Unannounced, Unrecognized
 
 NAMED = 3  # modules named per class when a patch is printed
 STOCK = {nn.LayerNorm: modules.LayerNorm, nn.RMSNorm: modules.RMSNorm}
@@ -40,7 +40,7 @@ class Patch:
         """Give every replaced module its own class back. Parameters stay, with all training since."""
         for module, before, after in self._classes:
             if type(module) is after:
-                module.__class__ = before
+                _set_class(module, before)
         for each in self._functions:
             each.restore()
         self._classes.clear()
@@ -121,12 +121,16 @@ def patch_model(
             if _is_listed(module, classes):
                 patch.left.append(Norm(name, before.__name__, str(reason)))
             continue
-        module.__class__ = after
+        _set_class(module, after)
         patch.replaced.append(Norm(name, before.__name__, note))
         patch._classes.append((module, before, after))
     if rotary:
         _join_rotations(patch, model)
     return patch
+
+
+def _set_class(module: nn.Module, to: type) -> None:
+    object.__setattr__(module, "__class__", to)  # a module of a class that forbids assignments, too
 
 
 def _join_rotations(patch: Patch, model: nn.Module) -> None:
@@ -158,6 +162,8 @@ def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
         raise Unrecognized("its forward was replaced on the instance")
     if module._modules:
         raise Unrecognized("has modules inside, a parametrization for example")
+    if any(map(nn.parameter.is_lazy, module._parameters.values())):
+        raise Unrecognized("gets its parameters at its first call: patch after it")
     for stock, ours in STOCK.items():
         if own.forward is stock.forward or (isinstance(module, stock) and returns_stock_norm(module)):
             return ours if own is stock else _fused_class(ours, own, None), f"as torch.nn.{stock.__name__}"
@@ -165,7 +171,7 @@ def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
     return _fused_class(NormByHand, own, formula), f"{formula.computes}, written by hand"
 
 
-class _MadeAtRunTime:
+class _MadeAtRunTime(Unannounced):
     """A base of classes made at run time. Pickle cannot find them by name, so copies and pickles build the class again
     from its ingredients."""
 

@@ -108,6 +108,14 @@ def trial(
     return Trial(copied, inputs, reads)
 
 
+class Unannounced:
+    """A first base of classes made at run time: the __init_subclass__ of other bases, which may keep a register of
+    classes, does not learn of them."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        pass
+
+
 @functools.cache
 def _noting_reads(own: type) -> type:
     def note(self, name):
@@ -116,7 +124,7 @@ def _noting_reads(own: type) -> type:
             attributes[READS].add(name)
         return own.__getattribute__(self, name)
 
-    return type(own.__name__, (own,), {"__module__": own.__module__, "__getattribute__": note})
+    return type(own.__name__, (Unannounced, own), {"__module__": own.__module__, "__getattribute__": note})
 
 
 def unexplained(

@@ -371,6 +371,16 @@ class RMSNormOfThree(PlainRMSNorm):
         return super().forward(hidden_states) * torch.nn.functional.silu(gate)
 
 
+class LazyRMSNorm(nn.modules.lazy.LazyModuleMixin, PlainRMSNorm):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.parameter.UninitializedParameter()
+
+
+class BuiltInNorm(PlainRMSNorm):
+    forward = torch.relu
+
+
 class ScaledRMSNorm(PlainRMSNorm):
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
@@ -488,6 +498,8 @@ LEFT = [
     (lambda: EvaluatingLayerNorm(COLS), "computes something else"),
     (GroupedRMSNorm, "computes something else"),
     (lambda: ChannelsFirstLayerNorm(COLS), "calls torch's own norm"),
+    (LazyRMSNorm, "its parameters at its first call"),
+    (BuiltInNorm, "no function of Python"),
     (CountingRMSNorm, "parameters or buffers besides"),
     (EpslessLayerNorm, "no eps that we know of"),
     (TableRMSNorm, "normalizes more than one dim"),
@@ -552,6 +564,49 @@ def test_a_block_restores_at_its_end():
     with fusednorm.patch_model(model) as patch:
         assert type(model[0]) is not PlainRMSNorm and len(patch.replaced) == 1
     assert type(model[0]) is PlainRMSNorm
+
+
+@every_kind
+def test_who_kept_a_replaced_forward_runs_the_own_one_after_restore(make):
+    module, x = made(make), torch.randn(3, COLS)
+    want = module(x)
+    with fusednorm.patch_model(module):
+        replaced = module.forward
+        module.forward = lambda x: replaced(x)
+        assert torch.allclose(module(x), want, atol=1e-6)
+    assert torch.equal(module(x), want)
+
+
+def test_a_register_of_classes_does_not_learn_of_those_made_at_run_time():
+    registered = {}
+
+    class Registered(nn.Module):
+        def __init_subclass__(cls, *, name):
+            registered[name] = cls
+
+    class RegisteredRMSNorm(Registered, PlainRMSNorm, name="rms"):
+        pass
+
+    class RegisteredLayerNorm(Registered, nn.LayerNorm, name="layer"):
+        pass
+
+    model = nn.Sequential(RegisteredRMSNorm(), RegisteredLayerNorm(COLS))
+    assert len(fusednorm.patch_model(model).replaced) == 2
+    assert registered == {"rms": RegisteredRMSNorm, "layer": RegisteredLayerNorm}
+
+
+def test_a_class_that_forbids_assignments_is_no_obstacle():
+    class FrozenRMSNorm(PlainRMSNorm):
+        def __setattr__(self, name, value):
+            if "frozen" in vars(self):
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    module = FrozenRMSNorm()
+    module.frozen = True
+    with fusednorm.patch_model(module) as patch:
+        assert len(patch.replaced) == 1
+    assert type(module) is FrozenRMSNorm
 
 
 # RootLayerNorm branches on the weight's dtype, which fx cannot trace.
