@@ -28,7 +28,7 @@ from ..problem.validation import validate
 from . import routing
 from .edits import is_equal, is_shape
 from .paying import reached
-from .written import Written, is_cast_to, kind_of, only_user, read_by, reads_any, value_of
+from .written import Written, is_cast_to, is_disturbed, kind_of, only_user, read_by, value_of
 
 REASON = "one op with what surrounds the norm, which moves each large tensor once"
 SAMPLE = 2, 1024  # samples and their rows, to ask whether there are kernels: any numbers
@@ -104,7 +104,7 @@ def joined(norms: Iterable[Written], finders: Iterable[Finder], written: set[int
         found = (each for find in finders for each in find(norm))
         ways = (each for each in found if replaced.isdisjoint(each.replaced) and inside.isdisjoint(each.inputs))
         first = next(filter(_is_taken, ways), None)
-        if first and not reads_any(written, first.y, first.inputs):
+        if first and not is_disturbed(written, first.y, first.inputs):
             replaced.update(first.replaced)
             inside |= first.gone() - {*first.replaced}
             yield first

@@ -24,7 +24,7 @@ from .folding import LeftToInductor
 from .joining import Joined
 from .rotations import Pair
 from .routing import JOINED, MARK
-from .written import BUILT_IN, OURS, find, find_called, kind_of, memory_written_in, reads_any, value_of
+from .written import BUILT_IN, OURS, find, find_called, is_disturbed, kind_of, memory_written_in, value_of
 
 FINDERS = {"modulated": (modulations.find, modulations.find_behind), "gated": (gates.find,)}
 JOINS = "rotary", *FINDERS, *folding.JOINS  # what becomes one op together with a norm, by the names that a user gives
@@ -68,7 +68,7 @@ def make_ops(model: Any, left: Container[str], joins: Set[str]) -> dict[GraphMod
     for each in model.modules() if hasattr(model, "modules") else ():
         if isinstance(each, GraphModule):
             nodes, written = each.graph.nodes, memory_written_in(each.graph)
-            found = [norm for node in nodes if (norm := find(node)) and not reads_any(written, norm.y, norm.inputs)]
+            found = [norm for node in nodes if (norm := find(node)) and not is_disturbed(written, norm.y, norm.inputs)]
             called = [norm for node in nodes if joins and (norm := find_called(node))]
             norms = sorted([*found, *called], key=lambda norm: norm.y)
             pairs = [*rotations.pairs_of(norms, written)] if "rotary" in joins else []

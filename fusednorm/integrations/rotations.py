@@ -33,12 +33,12 @@ from .written import (
     VIEWS,
     Written,
     is_cast_to,
+    is_disturbed,
     is_same,
     kind_of,
     memory_of,
     only_user,
     read_by,
-    reads_any,
     uncast,
     value_of,
 )
@@ -104,7 +104,7 @@ def pairs_of(norms: Iterable[Written], written: set[int]) -> Iterator[Pair]:
     """Those of q and k that the op takes. written: the memory that the graph writes in place."""
     before = None
     for each in filter(None, map(_find, norms)):
-        if any(reads_any(written - each.own, end, each.inputs) for end in (each.y, *each.turn.stores)):
+        if any(is_disturbed(written - each.own, end, each.inputs) for end in (each.y, *each.turn.stores)):
             continue
         orders = [order for order in each.orders if before and order in before.orders]
         if orders and _is_taken(pair := Pair(before, each, orders[0])):
@@ -260,6 +260,6 @@ def _is_swap(node: Node | None) -> bool:
     """Whether it swaps dims 1 and 2 of four."""
     if kind_of(node) != "transpose" or value_of(node).dim() != 4:
         return False
-    return {dim % 4 for dim in (*node.args[1:], *node.kwargs.values())} == {1, 2}
+    return {dim % 4 for dim in (*node.args[1:], *node.kwargs.values()) if isinstance(dim, int)} == {1, 2}
 
 

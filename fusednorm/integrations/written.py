@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import SymFloat, SymInt, Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._inductor import config
 from torch.fx import Graph, Node
 from torch.nn import functional as F
@@ -146,20 +147,27 @@ def memory_written_in(graph: Graph) -> set[int]:
     return {memory_of(each) for node in graph.nodes for each in _written_by(node)} - {None}
 
 
-def reads_any(memory: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
-    """Whether y is computed from its inputs through any of this memory. Where nothing of a graph is written, a tensor
-    is the same wherever it is read."""
-    behind = reached(read_by(y), lambda node: () if node in inputs else read_by(node))
-    return not memory.isdisjoint(map(memory_of, behind))
+def is_disturbed(written: set[int], y: Node, inputs: Iterable[Node | None]) -> bool:
+    """Whether y is computed from its inputs through memory that is written in place, or in part without gradients.
+    Where nothing of a graph is written, a tensor is the same wherever it is read."""
+    behind = {*reached(read_by(y), lambda node: () if node in inputs else read_by(node))}
+    return not written.isdisjoint(map(memory_of, behind)) or any(map(_stops_gradients, {y, *behind}.difference(inputs)))
+
+
+def _stops_gradients(node: Node) -> bool:
+    needs = [isinstance(each := value_of(of), Tensor) and each.requires_grad for of in (node, *read_by(node))]
+    return isinstance(value_of(node), Tensor) and not needs[0] and any(needs)
 
 
 def read_by(node: Node) -> list[Node]:
     """The nodes whose elements it reads: a cast to the dtype of another tensor reads none of that one."""
-    return node.all_input_nodes[: 1 if kind_of(node) == "cast" else None]
+    return node.all_input_nodes[: {"cast": 1, "empty_like": 0}.get(kind_of(node))]
 
 
 def memory_of(node: Node) -> int | None:
     value = value_of(node)
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
     is_dense = isinstance(value, Tensor) and value.layout == torch.strided
     return value.untyped_storage()._cdata if is_dense else None
 
@@ -255,8 +263,8 @@ def _mean(node: Any) -> Any:
         return None
     given = dict(zip(("of", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
     dim, value = given.get("dim"), value_of(given.get("of"))
-    dims = [dim] if isinstance(dim, int) else list(dim or ())
-    is_last = isinstance(value, Tensor) and [each % value.dim() for each in dims] == [value.dim() - 1]
+    dims = [dim] if isinstance(dim, (int, Node)) else list(dim or ())
+    is_last = isinstance(value, Tensor) and dims in ([-1], [value.dim() - 1])
     return given["of"] if is_last and given.get("keepdim") and not given.get("dtype") else None
 
 

@@ -188,7 +188,13 @@ def written_over(x, gate, weight):
     return y * F.silu(gate)
 
 
-OTHERS = [other_activation, by_row, used_twice, written_over, no_groups]
+def gate_without_gradients(x, gate, weight):
+    with torch.no_grad():
+        gate = F.silu(gate)
+    return F.rms_norm(x, (C,), weight, EPS) * gate
+
+
+OTHERS = [other_activation, by_row, used_twice, written_over, no_groups, gate_without_gradients]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)

@@ -293,8 +293,21 @@ def narrowed(h, scale, shift, norm):
     return (norm(h) * (1 + scale[:, None]) + shift[:, None]).half()
 
 
+def scale_without_gradients(h, scale, shift, norm):
+    with torch.no_grad():
+        scale = 1 + scale
+    return norm(h) * scale[:, None] + shift[:, None]
+
+
+def result_without_gradients(h, scale, shift, norm):
+    y = norm(h)
+    with torch.no_grad():
+        y = y * (1 + scale[:, None]) + shift[:, None]
+    return y * h
+
+
 OTHERS = [used_twice, two_plus, no_plus, by_column, by_place, written_over, scaled_by_two, a_part_of_the_scale,
-          no_plus_behind_a_view, shift_of_all_rows]  # fmt: skip
+          no_plus_behind_a_view, shift_of_all_rows, scale_without_gradients, result_without_gradients]  # fmt: skip
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda each: each.__name__)

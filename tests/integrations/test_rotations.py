@@ -301,6 +301,18 @@ def test_one_graph_serves_any_number_of_tokens():
     assert joined(traced) == (1, 1)
 
 
+def test_a_swapped_dim_that_is_an_argument_is_no_obstacle():
+    def model(q, k, of_q, of_k, cos, sin, dim):
+        q, k = (llama(x, weight).transpose(1, dim) for x, weight in ((q, of_q), (k, of_k)))
+        return [turn(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k)]
+
+    traced, given = trace(model, dynamic=True), operands()
+    for each in given:
+        torch._dynamo.mark_static(each)
+    for got, want in zip(traced(*given, 2), model(*given, 2), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_norm_over_a_width_that_varies_stays_as_it_is():
     def model(q, k, of_q, of_k, cos, sin):
         q, k = (F.rms_norm(x, x.shape[-1:], weight, EPS) for x, weight in ((q, of_q), (k, of_k)))
@@ -485,8 +497,14 @@ def trained(x, cos, sin):
     return turn(x, cos, sin)
 
 
+def half_without_gradients(x, cos, sin):
+    with torch.no_grad():
+        turned = rotate_half(x)
+    return (x * cos) + (turned * sin)
+
+
 OTHERS = [wrong_chunks, three_chunks, wrong_sign, wrong_halves, scaled, reflected, minus_cos, two_sines]
-OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, trained]
+OTHERS += [of_another, used_elsewhere, unequal_parts, half_written_over, half_without_gradients, trained]
 OTHERS += [wrong_pairs, pairs_of_other_dims, positive_pairs, other_columns_stored, stored_and_seen]
 
 

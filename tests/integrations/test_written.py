@@ -214,9 +214,32 @@ def written_by_an_op(x, weight):
     return (h * rstd * weight).to(x.dtype) + x
 
 
+def statistics_without_gradients(x, weight):
+    h = x.float()
+    with torch.no_grad():
+        rstd = torch.rsqrt(mean_square(h) + EPS)
+    return (h * rstd * weight).to(x.dtype)
+
+
+def weight_without_gradients(x, weight):
+    h = x.float()
+    with torch.no_grad():
+        weight = 1 + weight.float()
+    return (h * torch.rsqrt(mean_square(h) + EPS) * weight).to(x.dtype)
+
+
+def of_one_number(x, weight):
+    return x * torch.rsqrt(mean_square(weight.float().sum()) + EPS)
+
+
+def in_a_transform(x, weight):
+    """Its tensors are a transform's wrappers."""
+    return torch.func.grad(lambda x: llama(x.float(), weight.float()).square().sum())(x).mul_(2) * weight
+
+
 NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
 NOT_FOUND += added_to, set_in_part, operand_by_name, square_by_name, written_as_out, written_by_relu
-NOT_FOUND += (written_by_an_op,)
+NOT_FOUND += written_by_an_op, statistics_without_gradients, weight_without_gradients, of_one_number, in_a_transform
 
 
 @pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
@@ -290,6 +313,15 @@ def test_one_graph_serves_every_row_count_and_eps_is_a_number_of_the_model():
         got, want = (torch.autograd.grad(f(x, weight, eps).square().sum(), (x, weight)) for f in (traced, of_eps))
         torch.testing.assert_close(got, want)
     assert len(traced.backwards) == 2, "one for each eps"
+
+
+def test_a_dim_that_is_an_argument_is_no_obstacle():
+    def of_dim(x, weight, dim):
+        h = x.float()
+        return h * torch.rsqrt(h.pow(2).mean(dim, keepdim=True) + EPS) * weight
+
+    traced, given = trace(of_dim, dynamic=True), operands()
+    torch.testing.assert_close(traced(*given, 2), of_dim(*given, 2))
 
 
 def test_checkpoints_keep_them():
