@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Operands, Role
-from ..problem.validation import require, require_float, require_strided
+from ..problem.validation import is_one_or, require, require_float, require_strided
 from .operands import GRADS, Settings
 
 
@@ -165,8 +165,7 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = (), *, may_
     if width not in (turned, turned // 2):
         raise RuntimeError(f"{op}: cos must have {turned} columns or half as many, got {_shape(cos)}")
     for at, x in enumerate(inputs):
-        pairs = zip(reversed(cos.shape[:-1]), reversed(x.shape[:-1]), strict=False)
-        if cos.dim() > x.dim() or any(size not in (1, of_x) for size, of_x in pairs):
+        if cos.dim() > x.dim() or not all(map(is_one_or, cos.shape[-2::-1], x.shape[-2::-1])):
             raise RuntimeError(
                 f"{op}: cos must broadcast against the rows of inputs[{at}], {_shape(x)}, got {_shape(cos)}"
             )

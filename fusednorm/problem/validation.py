@@ -160,13 +160,16 @@ def _require_modulation(
     require_strided(op, name, tensor)
     lead = tensor.dim() - len(normalized_shape)
     fits = 0 <= lead <= len(batch_shape) and tensor.shape[lead:] == normalized_shape
-    if not fits or any(
-        size != 1 and size != of_x for size, of_x in zip(tensor.shape[:lead], batch_shape, strict=False)
-    ):
+    if not (fits and all(map(is_one_or, tensor.shape[:lead], batch_shape))):
         wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
         got = tuple(tensor.shape)
         raise RuntimeError(f"{op}: {name} must have shape ({wanted}), or the first of its batch dims, got {got}")
     require_float(op, name, tensor, device)
+
+
+def is_one_or(size: int, of_x: int) -> bool:
+    """Whether a dim of this size broadcasts. A size that is known only at run time cannot be asked whether it is 1."""
+    return size in ((of_x, 1) if isinstance(size, torch.SymInt) else (1, of_x))
 
 
 def _require_index(op: str, tensor: Tensor, batch_shape: torch.Size, device: torch.device) -> None:

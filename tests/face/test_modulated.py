@@ -236,6 +236,21 @@ def test_tables_that_no_row_reads_have_gradients_of_zeros(rows):
     assert all(map(torch.equal, torch.autograd.grad(y.sum(), tables), map(torch.zeros_like, tables)))
 
 
+def test_numbers_of_rows_known_only_at_run_time_compile():
+    def norms_of_positive(x, scale):
+        kept = x[:, 0] > 0
+        x, scale = x[kept], scale[kept]
+        y, h = fusednorm.ada_layer_norm(x, scale, scale[0], residual=x, gate=scale)
+        return fusednorm.rms_norm_add(y, h, gate=scale)
+
+    given = [draw(9, COLS, dtype=FP32, seed=seed).requires_grad_() for seed in (1, 2)]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(norms_of_positive, backend="aot_eager", fullgraph=True)
+        outputs = [norms(*given) for norms in (compiled, norms_of_positive)]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), given) for y in outputs))
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_the_gradient_of_a_shift_for_each_row_shares_no_memory_with_that_of_y(norm):
     dy, x, scale, shift = (draw(3, COLS, dtype=FP32, seed=seed) for seed in range(4))

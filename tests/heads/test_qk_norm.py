@@ -275,6 +275,17 @@ def test_module_has_the_parameters_of_its_state_dict_and_runs_the_function():
         fusednorm.QKNorm([16])
 
 
+def test_numbers_of_tokens_known_only_at_run_time_compile():
+    def norms_of_positive(qkv, table):
+        kept = qkv[:, 0] > 0
+        return fusednorm.qk_norm_packed(qkv[kept], 2, 1, W, rotary=(table[kept], table[kept]))
+
+    given = torch.randn(9, 64), torch.randn(9, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(norms_of_positive, backend="aot_eager", fullgraph=True)
+        assert_close(compiled(*given), norms_of_positive(*given))
+
+
 def test_compiled_code_has_one_graph_and_the_same_values():
     torch._dynamo.reset()
     case = HeadCase(dtype=FP32, rotary=8)
