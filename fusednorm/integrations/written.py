@@ -41,6 +41,7 @@ KINDS: dict[Any, str] = {
 }
 REPEATED = ("cast", "sub", "mean", "getitem", "unsqueeze")  # what models may compute again where they use it
 IN_PLACE = {name for name in dir(operator) if name[0] == "i" and hasattr(operator, name[1:])} | {"setitem"}
+WRITTEN = "out", "running_mean", "running_var", "kwargs"  # by functions of torch, the last by a Triton kernel
 BUILT_IN = {  # the norm, the default eps and the arguments, whose first one torch calls input
     torch.rms_norm: ("rms", None, "x", "normalized_shape", "weight", "eps"),
     F.layer_norm: ("layer", 1e-5, "x", "normalized_shape", "weight", "bias", "eps"),
@@ -177,16 +178,19 @@ def _written_by(node: Node) -> list[Node]:
     if not node.op.startswith("call"):
         return []
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    op, names, written = getattr(node.target, "default", node.target), [], ["out"]
+    op, names, written = getattr(node.target, "default", node.target), [], [*WRITTEN]
     if isinstance(op, torch._ops.OpOverload):
         names = [each.name for each in op._schema.arguments]
         written = [each.name for each in op._schema.arguments if each.is_write]
     elif inspect.isfunction(op):
         names = [*inspect.signature(op).parameters]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("max_norm") is not None:  # of an embedding
+        written.append("weight")
+    found = [given.get(name) for name in written]
     if name.endswith("_") or name in IN_PLACE or given.get("inplace"):
-        return node.all_input_nodes[:1]
-    return [each for each in _pytree.tree_leaves([given.get(name) for name in written]) if isinstance(each, Node)]
+        found = node.args[:1] or node.all_input_nodes[:1]
+    return [each for each in _pytree.tree_leaves(found) if isinstance(each, Node)]
 
 
 def _weight(factor: Node) -> tuple[Node, float]:

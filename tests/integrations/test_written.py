@@ -185,20 +185,37 @@ def square_by_name(x, weight):
     return (h * torch.rsqrt(torch.square(input=h).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
 
 
-def written_as_out(x, weight):
-    with torch.no_grad():
-        h = x.float() * 1
+def of_frozen(write):
+    """A norm of a tensor without a gradient, in which `write` writes between two reads."""
+
+    @functools.wraps(write)
+    def written(x, weight):
+        h = x.detach().float() * 1
         rstd = torch.rsqrt(mean_square(h) + EPS)
-        torch.add(h, 1, out=h)
-    return (h * rstd * weight).to(x.dtype) + x
+        write(h)
+        return (h * rstd * weight).to(x.dtype) + x
+
+    return written
 
 
-def written_by_relu(x, weight):
-    with torch.no_grad():
-        h = x.float() * 1
-        rstd = torch.rsqrt(mean_square(h) + EPS)
-        nn.functional.relu(h, True)
-    return (h * rstd * weight).to(x.dtype) + x
+@of_frozen
+def written_as_out(h):
+    torch.add(h, 1, out=h)
+
+
+@of_frozen
+def written_by_relu(h):
+    nn.functional.relu(h, True)
+
+
+@of_frozen
+def written_by_embedding(h):
+    nn.functional.embedding(torch.tensor([0, 1]), h.view(-1, COLS), max_norm=1.0)
+
+
+@of_frozen
+def written_as_one_of_two(h):
+    torch._foreach_mul_([h.clone(), h], 2)
 
 
 @torch.library.custom_op("test_written::double", mutates_args={"x"})
@@ -206,12 +223,9 @@ def double(x: torch.Tensor) -> None:
     x.mul_(2)
 
 
-def written_by_an_op(x, weight):
-    with torch.no_grad():
-        h = x.float() * 1
-        rstd = torch.rsqrt(mean_square(h) + EPS)
-        double(h)
-    return (h * rstd * weight).to(x.dtype) + x
+@of_frozen
+def written_by_an_op(h):
+    double(h)
 
 
 def statistics_without_gradients(x, weight):
@@ -239,7 +253,8 @@ def in_a_transform(x, weight):
 
 NOT_FOUND = (unlike_mean, other_dim, other_factor, cube, detached_statistics, in_16_bits, of_other_rows, written_over)
 NOT_FOUND += added_to, set_in_part, operand_by_name, square_by_name, written_as_out, written_by_relu
-NOT_FOUND += written_by_an_op, statistics_without_gradients, weight_without_gradients, of_one_number, in_a_transform
+NOT_FOUND += written_by_an_op, written_by_embedding, written_as_one_of_two
+NOT_FOUND += statistics_without_gradients, weight_without_gradients, of_one_number, in_a_transform
 
 
 @pytest.mark.parametrize("function", NOT_FOUND, ids=lambda function: function.__name__)
