@@ -92,6 +92,7 @@ class Formula:
     inputs: tuple[str, ...]  # the names of its forward's arguments
     parameters: tuple[str, ...]  # "weight" and "bias", if it has them: asking for one that is absent is slow
     ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
+    any_gate: bool  # whether the dtype of y is the same for a gate of another dtype than x's
     # By the dtypes of x and weight: whether x_hat is rounded before the weight, and the dtype of y.
     roundings: dict[tuple[torch.dtype, torch.dtype | None], tuple[bool, torch.dtype]] = field(hash=False)
 
@@ -105,13 +106,15 @@ class NormByHand(nn.Module):
 
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Tensor | Deferred:
         formula, inputs = self._fused_formula, args
-        if kwargs or len(args) != len(formula.inputs):
+        if len(args) + len(kwargs) != len(formula.inputs):
+            return super().forward(*args, **kwargs)
+        if kwargs:
             given = dict(zip(formula.inputs, args, strict=False)) | kwargs
             inputs = tuple([given.get(name) for name in formula.inputs])
         weight = parameter(self, "weight") if "weight" in formula.parameters else None
         bias = parameter(self, "bias") if "bias" in formula.parameters else None
         x = inputs[0]
-        if not _are_plain(inputs, weight) or x.dim() not in formula.ranks:
+        if not _are_plain(inputs, weight, formula.any_gate) or x.dim() not in formula.ranks:
             return super().forward(*args, **kwargs)
         roundings = formula.roundings.get((x.dtype, None if weight is None else weight.dtype))
         if roundings is None:
@@ -140,13 +143,16 @@ def forward_of(own: type) -> Callable:
     return functools.wraps(own.forward)(with_its_globals)
 
 
-def _are_plain(inputs: Sequence[Tensor | None], weight: Tensor | None) -> bool:
+def _are_plain(inputs: Sequence[Tensor | None], weight: Tensor | None, any_gate: bool) -> bool:
     if weight is not None and type(weight) not in PLAIN_TYPES:
         return False
     for each in inputs:
         if type(each) is not Tensor or not (each.is_cuda or each.is_cpu):
             return False
-    return len(inputs) == 1 or (inputs[0].shape == inputs[1].shape and inputs[1].dtype in FLOAT_DTYPES)
+    if len(inputs) == 1:
+        return True
+    x, gate = inputs
+    return x.shape == gate.shape and (gate.dtype == x.dtype or (any_gate and gate.dtype in FLOAT_DTYPES))
 
 
 class Subject(NamedTuple):
@@ -228,7 +234,7 @@ def _by_trial(subject: Subject) -> Formula:
     with undisturbed(), _StockNorms() as stock:
         own = tuple(name for name in PARAMETERS if hasattr(subject.module, name))
         roundings = _roundings(subject, computes)
-        formula = Formula(computes, subject.eps_name, subject.inputs, own, ranks, roundings)
+        formula = Formula(computes, subject.eps_name, subject.inputs, own, ranks, _takes_any_gate(subject), roundings)
     if any(call.input.dtype in SIXTEEN_BITS for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula
@@ -375,6 +381,12 @@ def _output_rule(subject: Subject) -> str:
     if dtypes not in OUTPUT_DTYPES:
         raise Unrecognized("its forward returns a dtype that follows from neither x nor weight")
     return OUTPUT_DTYPES[dtypes]
+
+
+def _takes_any_gate(subject: Subject) -> bool:
+    """Formula.any_gate."""
+    y = subject.trial(COMMON_BATCH, subject.cols[0], torch.bfloat16, torch.bfloat16, torch.float32).run()
+    return y.dtype == torch.bfloat16
 
 
 def _rounds_x_hat(subject: Subject, computes: Computation) -> tuple[bool, bool]:

@@ -100,7 +100,8 @@ def patch_model(
     x_hat before they multiply by the weight where the original does: then 16-bit results are the original's bits,
     except where its float32 statistics are others. 1 + weight is computed in float32, inside the kernel. They
     run their own forward for dtypes, devices and tensor subclasses that this package does not take, for a gate that is
-    absent or of another shape, and when scripted (torch.jit.script) or traced by torch.fx.
+    absent, of another shape, or of another dtype than x where the result's dtype follows from it, and when scripted
+    (torch.jit.script) or traced by torch.fx.
 
     All other modules are left. Patch.left gives the reason for stock norms, modules of `classes`, one or several, and
     innermost modules with Norm in their class's name. Raises TypeError if `model` is no module or a member of `classes`

@@ -93,6 +93,26 @@ def test_a_gate_may_come_by_name_and_without_one_the_class_runs_its_own_forward(
     assert torch.equal(ours(x), alone)
 
 
+class PromotingRMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(COLS)), 1e-6
+
+    def forward(self, x, gate):
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype) * torch.nn.functional.silu(gate)
+
+
+@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+def test_the_dtype_of_a_gate_may_be_that_of_the_result(weight):
+    stock, (x, gate) = PromotingRMSNorm().to(weight), inputs(BF16)
+    patched = copy.deepcopy(stock)
+    assert fusednorm.patch_model(patched).replaced
+    for dtype in (BF16, FP32, torch.float64):
+        assert patched(x, gate.to(dtype)).dtype == stock(x, gate.to(dtype)).dtype
+
+
 @classes
 def test_state_dicts_load_into_our_module_which_has_the_same_bits(model, name, settings, ours):
     stock, given = build(model, name, settings).to(BF16), inputs(BF16)

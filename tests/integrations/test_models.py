@@ -304,6 +304,15 @@ def test_the_callers_name_for_the_tensor_is_taken():
 
 
 @by_hand
+def test_arguments_that_the_forward_lacks_are_errors(make):
+    module, x = made(make), torch.randn(3, COLS)
+    fusednorm.patch_model(module)
+    for args, kwargs in (((x, x), {}), ((x,), {"other": x})):
+        with pytest.raises(TypeError, match="forward"):
+            module(*args, **kwargs)
+
+
+@by_hand
 def test_what_a_norm_lacks_is_not_asked_for(make, monkeypatch):
     """Module.__getattr__, which raises for it, takes a fifth of a forward's host time."""
     module, asked = made(make), []
