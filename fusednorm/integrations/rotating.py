@@ -102,14 +102,27 @@ for _name in (*_OF_TWO, *map("r{}".format, _OF_TWO), *_OTHERS):
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
 
 
+class Place(NamedTuple):
+    """A name in a file, and the function that was put there."""
+
+    file: dict[str, Any]
+    name: str
+    function: Any
+
+    @property
+    def is_kept(self) -> bool:
+        """Other code may have put a function of its own there."""
+        return self.file.get(self.name) is self.function
+
+
 class Wait:
     """Of a norm: the code of a forward that calls a rotation behind it, and whether this has rotated its result."""
 
-    def __init__(self, code: CodeType) -> None:
-        self.code, self.has_rotated = code, False
+    def __init__(self, code: CodeType, place: Place) -> None:
+        self.code, self.place, self.has_rotated = code, place, False
 
     def __deepcopy__(self, _: dict) -> Wait:
-        return Wait(self.code)
+        return Wait(self.code, self.place)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a pickled norm does not wait
@@ -123,7 +136,7 @@ def result_of(module: nn.Module, wait: Wait, op: str, arguments: tuple) -> Tenso
     x, hooks = arguments[0], (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_watched = any(hooks) or torch_compat.has_global_hooks()
     may_wait = x.dim() in (3, 4) and runs_kernels(x) and not is_watched and not torch.compiler.is_compiling()
-    if may_wait and wait.has_rotated and _is_called_by(wait.code):
+    if may_wait and wait.has_rotated and wait.place.is_kept and _is_called_by(wait.code):
         return Deferred(op, arguments)
     y = autograd.of_form_in_cpp(op, arguments)
     if may_wait and not wait.has_rotated:
@@ -235,17 +248,20 @@ def _rotates(function: Callable, interleaved: bool, turned: int, heads_dim: int,
 class Replaced(NamedTuple):
     """A function that was replaced in the globals of its file, and the norms that wait for it."""
 
-    file: dict[str, Any]
-    name: str
+    place: Place
     norms: list[nn.Module]
+
+    @property
+    def name(self) -> str:
+        return self.place.name
 
     def restore(self) -> None:
         for each in self.norms:
             vars(each).pop("_fused_wait", None)
-        ours = self.file[self.name]
-        ours.users -= 1
-        if not ours.users:
-            self.file[self.name] = ours.__wrapped__
+        file, name, function = self.place
+        function.users -= 1
+        if not function.users and self.place.is_kept:
+            file[name] = function.__wrapped__
 
 
 def join(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> Iterator[Replaced]:
@@ -265,9 +281,10 @@ def join(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> Iterator[Re
             file[name] = function = _of_deferred(function, rotation)
         if norms:
             function.users += 1
+            place = Place(file, name, function)
             for each in norms:
-                each._fused_wait = Wait(forward.__code__)
-            yield Replaced(file, name, norms)
+                vars(each)["_fused_wait"] = Wait(forward.__code__, place)
+            yield Replaced(place, norms)
 
 
 def _led_to_rotations(forward: FunctionType, modules: dict[str, nn.Module | None]):

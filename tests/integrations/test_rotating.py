@@ -188,6 +188,23 @@ def test_a_rotated_norm_is_one_launch_and_the_function_comes_back(ran):
     assert all(map(torch.equal, ours(*given), stock(*given)))
 
 
+def test_another_function_may_take_the_place_of_the_rotation(ran, monkeypatch):
+    stock, given = Attention(), inputs()
+    ours, seen = copy.deepcopy(stock), []
+
+    def other(q, k, cos, sin):
+        seen.extend([type(q), type(k)])
+        return q, k
+
+    with fusednorm.patch_model(ours, rotary=True):
+        for _ in range(2):
+            ours(*given)
+        assert len(ran) == 2
+        monkeypatch.setitem(globals(), "halves", other)
+        assert_same(ours, stock, given)
+    assert halves is other and {*seen} == {torch.Tensor}
+
+
 class OfHub(nn.Module):
     """What Hugging Face's `kernels` makes of a function."""
 
