@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..operands import Operands, Role
-from ..problem.validation import is_one_or, require, require_float, require_strided
+from ..problem.validation import are_equal, is_one_or, require, require_float, require_strided
 from .operands import GRADS, Settings
 
 
@@ -157,7 +157,7 @@ def validate(op: str, heads: Heads, grads: Sequence[Tensor | None] = (), *, may_
         _require(op, name, table, device)
         if table.requires_grad:
             raise RuntimeError(f"{op}: {name} must not require grad, because the rotation has no gradient for it")
-    if cos.shape != sin.shape:
+    if not are_equal(cos.shape, sin.shape):
         raise RuntimeError(f"{op}: sin must have the shape of cos, {_shape(cos)}, got {_shape(sin)}")
     turned, width = heads.rotary_dim, cos.shape[-1] if cos.dim() else 0
     if turned % 2 or not 0 < turned <= cols:

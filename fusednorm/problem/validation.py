@@ -120,14 +120,14 @@ def _is_as_wanted(tensor: Tensor, shape: tuple[int, ...], device: torch.device) 
     """Whether `require` would pass, in one step: these checks are much of this package's own host time."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return tensor.shape == shape and tensor.dtype in FLOAT_DTYPES and tensor.device == device
+    return are_equal(tensor.shape, shape) and tensor.dtype in FLOAT_DTYPES and tensor.device == device
 
 
 def require(
     op: str, name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device, first: str = "x"
 ) -> None:
     require_strided(op, name, tensor)
-    if tensor.shape != shape:
+    if not are_equal(tensor.shape, shape):
         raise RuntimeError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     require_float(op, name, tensor, device, first)
 
@@ -159,7 +159,7 @@ def _require_modulation(
 ) -> None:
     require_strided(op, name, tensor)
     lead = tensor.dim() - len(normalized_shape)
-    fits = 0 <= lead <= len(batch_shape) and tensor.shape[lead:] == normalized_shape
+    fits = 0 <= lead <= len(batch_shape) and are_equal(tensor.shape[lead:], normalized_shape)
     if not (fits and all(map(is_one_or, tensor.shape[:lead], batch_shape))):
         wanted = ", ".join([*(f"{size} or 1" for size in batch_shape), *map(str, normalized_shape)])
         got = tuple(tensor.shape)
@@ -168,13 +168,29 @@ def _require_modulation(
 
 
 def is_one_or(size: int, of_x: int) -> bool:
-    """Whether a dim of this size broadcasts. A size that is known only at run time cannot be asked whether it is 1."""
-    return size in ((of_x, 1) if isinstance(size, torch.SymInt) else (1, of_x))
+    """Whether a dim of this size broadcasts. One that is known only at run time is taken for x's, as torch does."""
+    return (isinstance(size, int) and size == 1) or is_equal(size, of_x) or size == 1
+
+
+def are_equal(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    try:
+        return shape == wanted
+    except RuntimeError:
+        return len(shape) == len(wanted) and all(map(is_equal, shape, wanted))
+
+
+def is_equal(size: int, wanted: int) -> bool:
+    """Whether a size is the wanted one. Where that is known only at run time, it is checked then."""
+    try:
+        return bool(size == wanted)
+    except RuntimeError:
+        torch._check(size == wanted)
+        return True
 
 
 def _require_index(op: str, tensor: Tensor, batch_shape: torch.Size, device: torch.device) -> None:
     require_strided(op, "index", tensor)
-    if tensor.shape != batch_shape or tensor.dtype not in (torch.int32, torch.int64):
+    if not are_equal(tensor.shape, batch_shape) or tensor.dtype not in (torch.int32, torch.int64):
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise RuntimeError(f"{op}: index must have int32 or int64 of x's batch shape {tuple(batch_shape)}, got {got}")
     if tensor.device != device:

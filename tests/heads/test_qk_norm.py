@@ -277,8 +277,8 @@ def test_module_has_the_parameters_of_its_state_dict_and_runs_the_function():
 
 def test_numbers_of_tokens_known_only_at_run_time_compile():
     def norms_of_positive(qkv, table):
-        kept = qkv[:, 0] > 0
-        return fusednorm.qk_norm_packed(qkv[kept], 2, 1, W, rotary=(table[kept], table[kept]))
+        qkv, *rotary = (each[qkv[:, 0] > 0] for each in (qkv, table, table))
+        return fusednorm.qk_norm_packed(qkv, 2, 1, W, rotary=rotary)
 
     given = torch.randn(9, 64), torch.randn(9, 16)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
