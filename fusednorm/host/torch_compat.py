@@ -55,6 +55,7 @@ def parameter(module: torch.nn.Module, name: str) -> Any:
         return getattr(module, name)
 
 
+hooks_of_saved = _private("_C._autograd._top_saved_tensors_default_hooks", lambda _: True)  # the innermost ones or None
 has_global_hooks = _private("nn.modules.module._has_any_global_hook", lambda: True)  # hooks of all modules
 
 

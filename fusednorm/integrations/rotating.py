@@ -10,6 +10,7 @@ call has rotated the results of both norms. Compiled code never sees a Deferred.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -22,9 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree
 
 from .. import autograd
+from ..dtypes import FLOAT_DTYPES
 from ..heads.functional import operands, qk_norm
 from ..heads.operands import Settings
 from ..heads.plan import has_kernels
@@ -138,11 +141,19 @@ def result_of(module: nn.Module, wait: Wait, op: str, arguments: tuple) -> Tenso
     may_wait = x.dim() in (3, 4) and runs_kernels(x) and not is_watched and not torch.compiler.is_compiling()
     if may_wait and wait.has_rotated and wait.place.is_kept and _is_called_by(wait.code):
         return Deferred(op, arguments)
-    y = autograd.of_form_in_cpp(op, arguments)
-    if may_wait and not wait.has_rotated:
-        y.deferred = op, arguments  # as long as y lives
-        _results.append((weakref.ref(y), wait))
+    if not may_wait or wait.has_rotated or torch_compat.is_wrapped(x):
+        return autograd.of_form_in_cpp(op, arguments)
+    # A checkpoint's hooks must not see what is saved here: when it computes this again, the norm may wait.
+    has_hooks = torch_compat.hooks_of_saved(False) is not None
+    with saved_tensors_hooks(_itself, _itself) if has_hooks else contextlib.nullcontext():
+        y = autograd.of_form_in_cpp(op, arguments)
+    y.deferred = op, arguments  # as long as y lives
+    _results.append((weakref.ref(y), wait))
     return y
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_called_by(code: CodeType) -> bool:
@@ -156,8 +167,10 @@ def _is_called_by(code: CodeType) -> bool:
 
 def _as_deferred(*rotated: Any) -> tuple[Any, ...]:
     """The tensors, as if their norms had waited, if each is the result of one. From now on these wait."""
+    if any(type(each) is not Tensor or torch_compat.is_wrapped(each) for each in rotated):
+        return rotated
     found = [(wait, y, each) for each in rotated for result, wait in _results if (y := result()) is not None
-             and type(each) is Tensor and each.data_ptr() == y.data_ptr() and each.numel() == y.numel()]  # fmt: skip
+             and each.data_ptr() == y.data_ptr() and each.numel() == y.numel()]  # fmt: skip
     views = [view for _, y, each in found for view in _views_to(each, y)]
     if not len(rotated) == len(found) == len(views):
         return rotated
@@ -344,7 +357,9 @@ def _by_qk_norm(q: Deferred, k: Deferred, rotation: Rotation, cos, sin, **others
     if not x_of_q.dim() == x_of_k.dim() == 4 or bool(q.heads) != bool(k.heads):
         return None
     for table in (cos, sin):
-        if type(table) is not Tensor or table.dim() != 3 or table.requires_grad:
+        if type(table) is not Tensor or table.dim() != 3 or table.requires_grad or table.shape != cos.shape:
+            return None
+        if table.dtype not in FLOAT_DTYPES:
             return None
     if not (rotation.partial or cos.shape[-1] == x_of_q.shape[-1]):
         return None

@@ -31,6 +31,7 @@ NAMES = [
     "_C._dispatch_has_kernel_for_dispatch_key",
     "autograd._profiler_enabled",
     "nn.modules.module._has_any_global_hook",
+    "_C._autograd._top_saved_tensors_default_hooks",
     "_C._autograd._record_function_with_args_enter",
     "_C._autograd._record_function_with_args_exit",
 ]

@@ -14,6 +14,7 @@ from cases import BF16, FP32
 from graphs import RecordingBackend
 from op_log import OpLog
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusednorm
 from fusednorm.integrations import rotating
@@ -203,6 +204,42 @@ def test_another_function_may_take_the_place_of_the_rotation(ran, monkeypatch):
         monkeypatch.setitem(globals(), "halves", other)
         assert_same(ours, stock, given)
     assert halves is other and {*seen} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("steps", [Attention().steps, lambda q, k: (q.transpose(1, 2) * 2, k.transpose(1, 2))])
+def test_a_checkpoint_makes_the_first_call_again(steps, ran):
+    stock, (q, k, *tables) = Attention(steps), inputs()
+    ours, grads = copy.deepcopy(stock), []
+    with fusednorm.patch_model(ours, rotary=True):
+        for module in (stock, ours, ours):
+            both = checkpoint(module, q, k, *tables, use_reentrant=False)
+            grads.append(torch.autograd.grad(both, [q, k, *module.parameters()], [torch.ones_like(x) for x in both]))
+        for got in grads[1:]:
+            torch.testing.assert_close(got, grads[0])
+
+
+def test_the_first_call_may_be_inside_a_transform(ran):
+    stock, (q, k, *tables) = Attention(), inputs()
+    ours, x = copy.deepcopy(stock), (q.detach(), k.detach())
+
+    def tangents(module):
+        return torch.func.jvp(lambda *x: module(*x, *tables), x, x)
+
+    with fusednorm.patch_model(ours, rotary=True):
+        alive = ours.q_norm(q)
+        torch.testing.assert_close(tangents(ours), tangents(stock))
+        ours(q, k, *tables)
+        torch.testing.assert_close(tangents(ours), tangents(stock))
+    assert alive.requires_grad
+
+
+@pytest.mark.parametrize("change", [lambda cos, sin: (cos[:1], sin), lambda cos, sin: (cos.int(), sin.int())])
+def test_tables_that_qk_norm_does_not_take_are_the_functions(change, ran):
+    stock, (q, k, *tables) = Attention(), inputs()
+    ours = copy.deepcopy(stock)
+    with fusednorm.patch_model(ours, rotary=True):
+        ours(q, k, *tables)
+        assert_same(ours, stock, (q, k, *change(*tables)))
 
 
 class OfHub(nn.Module):
