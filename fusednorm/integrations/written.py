@@ -137,6 +137,7 @@ def _is_taken(x: Node) -> bool:
     value = value_of(x)
     return (
         isinstance(value, Tensor)
+        and not is_functorch_wrapped_tensor(value)  # of torch.func: fails outside of its transform
         and value.device.type in routing.DEVICE_TYPES
         and value.dtype in FLOAT_DTYPES
         and not isinstance(value.shape[-1], SymInt)

@@ -301,6 +301,18 @@ def test_one_graph_serves_any_number_of_tokens():
     assert joined(traced) == (1, 1)
 
 
+def test_a_transform_of_a_transform_computes_the_same():
+    def grads(q, k, of_q, of_k, cos, sin):
+        def loss(q, k):
+            return sum(each.square().sum() for each in attention(q[None], k[None], of_q, of_k, cos[:1], sin[:1]))
+
+        return torch.func.vmap(torch.func.grad(loss, (0, 1)))(q, k)
+
+    given = operands()
+    for got, want in zip(trace(grads)(*given), grads(*given), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_swapped_dim_that_is_an_argument_is_no_obstacle():
     def model(q, k, of_q, of_k, cos, sin, dim):
         q, k = (llama(x, weight).transpose(1, dim) for x, weight in ((q, of_q), (k, of_k)))
