@@ -166,6 +166,8 @@ INTEGRATIONS = {
     "enable_eager": ["library.Library._destroy", "library.get_kernel"],
     "patch_model": ["utils._python_dispatch._disable_current_modes"],
     "enable_inductor": [
+        "_C._functorch.get_unwrapped",
+        "_C._functorch.is_functorch_wrapped_tensor",
         "_TorchCompileInductorWrapper",
         "_inductor.compile_fx.compile_fx",
         "_inductor.compile_fx.compile_fx_inner",
