@@ -181,7 +181,8 @@ def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def _is_freed(tensor: Tensor) -> bool:
     if hasattr(tensor, "__tensor_flatten__"):
-        return any(_is_freed(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # of a DTensor also its mesh
+        return any(_is_freed(each) for each in parts if isinstance(each, Tensor))
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return False
     last = tensor.storage_offset() + sum(

@@ -277,6 +277,17 @@ def patching_before_and_after(world: World) -> None:
             assert len(fusednorm.patch_model(model).replaced) == NORM_COUNT
         for model in (spread(before, mesh), after):
             assert_trains_as_one_process(world, name, model, rows)
+    by_hand = fully_shard(ByHand().to(world.device), mesh=mesh)  # a trial reads its weight
+    assert len(fusednorm.patch_model(by_hand).replaced) == 1
+
+
+class ByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(SIZE.width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
 
 
 def shard_norms_too(model: LanguageModel, mesh) -> LanguageModel:
