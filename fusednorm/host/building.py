@@ -43,13 +43,13 @@ def load() -> tuple[ModuleType | None, str]:
     if not SOURCES.is_dir():
         return None, "this copy of the package comes without its sources"
     file = path()
-    if not file.exists():
-        return None, f"it was not built for torch {torch.__version__} and this Python"
     try:
+        if not file.exists():
+            return None, f"it was not built for torch {torch.__version__} and this Python"
         spec = importlib.util.spec_from_file_location(f"{__package__}._native", file)
         extension = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(extension)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # or a home that another user owns
         return None, f"it cannot be loaded: {error}"
     return extension, ""
 

@@ -17,7 +17,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         if building.load()[0] is None:
             print(f"Compiling {what}. This takes about a minute.", flush=True)
-        print(f"Built {what}: {building.build()}")
+            building.path().unlink(missing_ok=True)  # what was built on another system may not load here
+        file, (extension, reason) = building.build(), building.load()
+        if extension is None:
+            raise RuntimeError(f"build: the C++ host side compiles here, but {reason}")
+        print(f"Built {what}: {file}")
     except (RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fusednorm import ops
+from fusednorm.__main__ import main
 from fusednorm.host import building, native, triton_compat
 from fusednorm.tools import doctor
 
@@ -73,6 +74,22 @@ def test_a_file_that_cannot_be_loaded_is_no_extension_and_gives_a_reason(content
     building.path().write_bytes(content)
     extension, reason = building.load()
     assert extension is None and reason.startswith("it cannot be loaded: ") and str(building.path()) in reason
+
+
+def test_where_the_file_cannot_be_asked_for_there_is_no_extension(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/" + "x" * 300)  # as of a home that another user owns, which root may read
+    assert building.load()[0] is None
+
+
+def test_what_cannot_be_loaded_is_built_again_and_is_no_success(compiler, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    building.path().parent.mkdir(parents=True)
+    building.path().write_bytes(b"of another system")
+    assert main(["build"]) == 1 and (tmp_path / "calls").read_text().splitlines() == ["call"]
+    said = capsys.readouterr()
+    assert "it cannot be loaded" in said.err and "Built" not in said.out
 
 
 def test_another_torch_and_other_sources_find_another_file(tmp_path, monkeypatch):

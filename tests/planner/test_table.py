@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pwd
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,14 @@ def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text
     assert choice.choose(problem, 100, MY_GPU) == choice.choose(problem, 100, H200)
     assert str(file) in table.of_user(MY_GPU.name) and "\n" not in table.of_user(MY_GPU.name)
     assert_is_told(table.of_user(MY_GPU.name))
+
+
+@pytest.mark.parametrize("home", ["/" + "x" * 300, None])  # the first is an error of the system, as that of another user
+def test_without_a_home_that_can_be_read_there_is_no_table(home, monkeypatch):
+    monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container may give a process a user that it does not know
+    table.of_user.cache_clear()
+    assert table.of_user("a GPU") is None
 
 
 def assert_is_told(sentence):
