@@ -166,7 +166,7 @@ def test_a_file_that_is_no_table_is_told_in_one_sentence_and_not_used(file, text
     assert_is_told(table.of_user(MY_GPU.name))
 
 
-@pytest.mark.parametrize("home", ["/" + "x" * 300, None])  # the first is an error of the system, as that of another user
+@pytest.mark.parametrize("home", ["/" + "x" * 300, None])  # the first is an error, as that of another user
 def test_without_a_home_that_can_be_read_there_is_no_table(home, monkeypatch):
     monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container may give a process a user that it does not know
