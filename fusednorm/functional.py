@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from . import autograd
 from .dtypes import FLOAT_DTYPES, SIXTEEN_BITS
-from .forms import ROUNDINGS, STEPS
+from .forms import ACTIVATIONS, ROUNDINGS, STEPS, require_one_of
 from .host import native, torch_compat
 from .host.kernel_devices import runs_kernels
 from .host.torch_compat import asks_function_modes, asks_subclasses
@@ -351,7 +351,7 @@ def rms_norm_gated(
 def _gated(
     norm, x, gate, weight, bias, eps, activation, norm_before_gate, group_size, normalized_shape, *more
 ) -> Tensor:
-    op, shape = gated_op(norm, norm_before_gate), normalized_shape
+    op, shape = gated_op(norm, norm_before_gate, activation), normalized_shape
     if shape is None:
         shape = shape_of(x, weight, bias)
     groups = 1 if group_size is None else groups_of(op, group_size, math.prod(shape))
@@ -367,8 +367,12 @@ def groups_of(op: str, group_size: int, cols: int) -> int:
     return max(1, cols // group_size)
 
 
-def gated_op(norm: str, norm_before_gate: bool) -> str:
-    return f"{norm}_norm_fwd_{'times_gate' if norm_before_gate else 'of_gated'}"
+def gated_op(norm: str, norm_before_gate: bool, activation: str = ACTIVATIONS[0]) -> str:
+    """The name of the op. Raises ValueError for another activation."""
+    op = f"{norm}_norm_fwd_{'times_gate' if norm_before_gate else 'of_gated'}"
+    if activation not in ACTIVATIONS:  # otherwise no frame of Python is entered
+        require_one_of(op, "activation", activation, ACTIVATIONS)
+    return op
 
 
 # Of a sum with a residual that is wider than x: one backward writes its gradient in both dtypes.

@@ -70,7 +70,7 @@ def rms_norm_gated_packed(
 def _packed(
     norm, packed, x, gate, weight, bias, eps, activation, norm_before_gate, group_size, weight_offset, rounding
 ) -> tuple[Tensor, ...]:
-    op = functional.gated_op(norm, norm_before_gate)
+    op = functional.gated_op(norm, norm_before_gate, activation)
     require_strided(op, "packed", packed)
     places = _checked(op, packed, x, gate)
     cols = places[0][1] - places[0][0]

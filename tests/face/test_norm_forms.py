@@ -213,17 +213,19 @@ def test_modules_start_as_the_plain_norm_and_keep_parameters_alone(op):
 @forms
 def test_wrong_operands_get_one_sentence(op):
     given = leaves(op)
+    known = given.keys() | {"eps", "rounding"} | {"activation"} & {slot.name for slot in op.inputs}
     for changes, kind, text in (
         ({"x": [1.0]}, TypeError, f"^{op.name}: x must be a tensor, got list"),
         ({"weight": (COLS,), "bias": None}, TypeError, f"^{op.name}: weight must be a tensor, got tuple"),
         ({"weight": torch.ones(3)}, RuntimeError, f"^{op.name}: x must end in normalized_shape"),
         ({"eps": "small"}, TypeError, f"^{op.name}: eps must be a number, got 'small'"),
         ({"rounding": "twice"}, ValueError, f"^{op.name}: rounding must be one of once, x_hat.*, got 'twice'"),
+        ({"activation": "relu"}, ValueError, f"^{op.name}: activation must be one of silu, sigmoid, got 'relu'"),
         ({"residual": given["x"][0]}, RuntimeError, f"^{op.name}: residual must have shape"),
         ({"gate": given["x"][0, :2]}, RuntimeError, f"^{op.name}: (gate|scale) must have shape"),
         ({"scale": given["x"][:2]}, RuntimeError, f"^{op.name}: scale must have shape .3 or 1, 5 or 1, 24., or"),
     ):
-        if not changes.keys() <= given.keys() | {"eps", "rounding"}:
-            continue  # an operand that the form has not
+        if not changes.keys() <= known:
+            continue  # an operand or a setting that the form has not
         with pytest.raises(kind, match=text):
             FACES[op.name][0](**({"eps": EPS} | given | changes))
