@@ -9,7 +9,6 @@ dates of their newest cells.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from fusednorm.dtypes import DTYPE_NAMES
 from fusednorm.host import gpus
 from fusednorm.planner import table
 from fusednorm.tools.tune import Cell, days_of, widths_of, write, write_table
+
+from .records import rows_of
 
 NAMES = {str(dtype).removeprefix("torch."): name for dtype, name in DTYPE_NAMES.items()}
 
@@ -50,8 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the table's file")
     parser.add_argument("--add", action="store_true", help="change the lines of these cells' widths alone")
     options = parser.parse_args(arguments)
-    records = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
-    records.sort(key=lambda record: record["date"])
+    records = rows_of(options.files)
     cells, gpu = [cell_of(each) for each in records], records[0]["gpu"]
     if options.add:
         add(cells, gpu, options.out)

@@ -44,8 +44,7 @@ class Behind(NamedTuple):
 
 def cells_of(paths: Iterable[Path]) -> list[Cell]:
     """The newest of each."""
-    records = sorted(rows_of(path for path in paths if path.exists()), key=lambda record: record["date"])
-    cells = {(cell.task, cell.rows): cell for cell in map(cell_of, records) if len(cell.times) >= FEWEST_PLANS}
+    cells = {(cell.task, cell.rows): cell for cell in map(cell_of, rows_of(paths)) if len(cell.times) >= FEWEST_PLANS}
     return list(cells.values())
 
 

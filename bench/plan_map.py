@@ -2,7 +2,7 @@
 
     python -m bench.plan_map --norm layer --device B300 --out out/plan.png
 
-Other options are those of `python -m fusednorm plan`.
+Other options are those of `python -m fusednorm plan`, but for --json.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ OUT = Path("out/plan.png")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_plan_arguments(parser)
+    add_plan_arguments(parser, rows="16 to 1048576", cols="64 to 229376")
     parser.add_argument("--out", type=Path, default=OUT, metavar="PNG", help=f"the picture (default: {OUT})")
     options = parser.parse_args(arguments)
-    return draw_map(options, device_of(options))
+    try:
+        return draw_map(options, device_of(options))
+    except (RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def region(plan: Plan) -> str:

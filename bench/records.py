@@ -133,8 +133,14 @@ def save(records: Iterable[dict], path: Path) -> None:
 
 
 def rows_of(paths: Iterable[Path]) -> list[dict]:
-    """All records of some files, the oldest first."""
-    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    """All records of some files, the oldest first. Ends the program with a sentence if a file has something else."""
+    found: list[dict] = []
+    for path in paths:
+        try:
+            found += map(json.loads, path.read_text().splitlines())
+        except (OSError, ValueError) as error:
+            print(f"bench: a file of records must have a line of JSON for each, got {path}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
     return sorted(found, key=lambda record: record["date"])
 
 

@@ -38,12 +38,13 @@ KINDS: dict[Any, dict[str, Any]] = {
 }
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan_arguments(parser: argparse.ArgumentParser, rows: str = "16384", cols: str = "4096") -> None:
+    """rows, cols: the defaults, for the help."""
     texts = (f"  {name:<18}{text.replace(chr(10), chr(10) + ' ' * 20)}" for name, text in VARIANT_TEXTS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["variants:", *texts])
-    parser.add_argument("--rows", type=positive, nargs="+", help="row counts (default: 16384)")
-    parser.add_argument("--cols", type=positive, nargs="+", help="row lengths (default: 4096)")
+    parser.add_argument("--rows", type=positive, nargs="+", help=f"row counts (default: {rows})")
+    parser.add_argument("--cols", type=positive, nargs="+", help=f"row lengths (default: {cols})")
     parser.add_argument("--norm", choices=NORMS, default="layer", help="default: layer")
     parser.add_argument(
         "--pass", dest="direction", choices=DIRECTIONS, default="backward", help="default: backward"
@@ -65,7 +66,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=_device, metavar="NAME", help=device_help)
     parser.add_argument("--sm-margin", type=_count, default=0, metavar="N", help="SMs that are left to others")
     parser.add_argument("--force", choices=VARIANTS, metavar="VARIANT", help="run this variant if it can run")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each case")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,6 +17,18 @@ def test_the_choice_is_drawn_over_rows_and_columns(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and "2 x 3 shapes" in capsys.readouterr().out
 
 
+def test_wrong_arguments_get_one_sentence(capsys, tmp_path):
+    shape = ["--rows", "64", "--cols", "64", "--device", "H200", "--out", str(tmp_path / "out.png")]
+    for wrong, said in (
+        (["--form", "modulated", "--sample-rows", "7"], "plan: sample_rows must divide the 64 rows, got 7\n"),
+        (["--out", str(tmp_path / "out.map")], "Format 'map' is not supported"),
+    ):
+        assert plan_map.main([*shape, *wrong]) == 1
+        assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(SystemExit, match="2"):
+        plan_map.main([*shape, "--json"])
+
+
 def test_without_arguments_the_whole_grid_is_drawn(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan_map, "choose", lambda *_: ReferencePlan("not planned here"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench_records import CASE, MACHINE, TEN, cells, record_of
 
-from bench import bench_norm, documents, neighbours, plot, report, tables, widths
+from bench import bench_norm, documents, make_table, neighbours, own_width, plot, report, tables, widths
 from bench.cases import BenchCase
 from bench.compare import compare_files
 from bench.records import make_record, save
@@ -59,11 +59,17 @@ def test_gate_looks_at_our_own_times_only_and_needs_some_in_common(tmp_path, cap
     assert "none of our cells in common" in capsys.readouterr().err
 
 
-def test_the_gate_names_a_file_that_is_missing(tmp_path, capsys):
-    (tmp_path / "old.jsonl").touch()
-    assert compare_files(tmp_path / "old.jsonl", tmp_path / "new.jsonl") == 2
-    said = capsys.readouterr().err
-    assert said == f"compare: must be given two results files, got {tmp_path / 'new.jsonl'}, which is none\n"
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [(bench_norm, "--compare {0} {0}"), (plot, "{0}"), (make_table, "{0} --out {0}"), (own_width, "--cells {0}")],
+)
+def test_a_file_that_has_no_records_is_named_in_a_sentence(tool, arguments, tmp_path, capsys):
+    (tmp_path / "text").write_text("no JSON")
+    for name, why in (("text", "Expecting value"), ("missing", "No such file")):
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(arguments.format(tmp_path / name).split())
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("bench: a file of records must have") and str(tmp_path / name) in said and why in said
 
 
 def test_a_cell_that_failed_is_lost_and_one_that_was_refused_is_not(tmp_path):
