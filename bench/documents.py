@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from . import collectives, tables
+from . import collectives, neighbours, tables
 from .cases import NORMS
 from .collectives import ratios, slowdowns
 from .tables import means
@@ -99,6 +99,8 @@ SENTENCES: dict[str, list[tuple[str, Callable[[], list | tuple]]]] = {
         ("cuDNN takes {} and {} times as long as our backwards of LayerNorm and RMSNorm, QuACK {} and {},"
          " torch.compile {} and {}, Liger {} and {}",
          lambda: [ratio for peer in ("cudnn", "quack", "inductor", "liger") for ratio in _ratios(peer)]),
+        ("Inductor's backwards take {} times as long, FLA's {}, Liger's {}",
+         lambda: [f"{neighbours.backward_ratio(peer):.1f}" for peer in ("inductor", "fla", "liger")]),
         ("cuDNN is faster in {} of {} cells on an H200 and in {} of {} on an H100",
          lambda: [*_cudnn_ahead("H200"), *_cudnn_ahead("H100")]),
         ("forwards of RMSNorm are {} to {}% slower", lambda: _percent(_slower_with_triton_39())),

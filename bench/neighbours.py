@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from .records import by_day
 from .tables import NAMES, microseconds, records_of, source, table
 from .zoo.models import MODELS
@@ -30,6 +32,19 @@ def forms(gpu: str) -> str:
             line.append(", ".join(f"{each['times_floor']:.2f}" for each in times))
         lines.append(line)
     return table(["norm and form", "rows x cols", *FORM_CANDIDATES.values()], lines)
+
+
+def backward_ratio(peer: str, gpu: str = "H200") -> float:
+    """The geometric mean of a peer's backwards with gates or modulations over ours. Those with tables are left out:
+    ours have other kernels than when they were timed."""
+    found: dict[tuple, dict[str, float]] = {}
+    for r in records_of("forms", gpu):
+        is_one = "gate" in r["form"] or r["form"].endswith("modulated")
+        if is_one and r["direction"] == "backward" and r.get("median_us") and not r.get("table"):
+            case = r["norm"], r["form"], variant(r), r["rows"], r["cols"], r.get("samples")
+            found.setdefault(case, {})[r["candidate"]] = r["times_floor"]
+    both = (each for each in found.values() if {peer, "ours"} <= each.keys())
+    return statistics.geometric_mean(each[peer] / each["ours"] for each in both)
 
 
 def heads(gpu: str) -> str:
