@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -138,15 +137,17 @@ def shipped() -> tuple[Table, ...]:
 
 def user_file(gpu: str) -> Path:
     """Where `tune` writes the table of a GPU."""
-    name = re.sub("[^a-z0-9]+", "-", gpu.lower()) + ".jsonl"
-    return Path(os.path.expanduser("~"), ".cache", "fusednorm", "plans", name)
+    return Path.home() / ".cache" / "fusednorm" / "plans" / (re.sub("[^a-z0-9]+", "-", gpu.lower()) + ".jsonl")
 
 
 @functools.cache
 def of_user(gpu: str) -> Table | str | None:
     """The user's table of a GPU, without lines of another release, or why its file cannot be used; None: no file."""
-    path = user_file(gpu)
-    table = read(path, _is_known) if os.path.exists(path) else None  # also in a home that another user owns
+    try:
+        path = user_file(gpu)
+        table = read(path, _is_known) if path.exists() else None
+    except (OSError, RuntimeError):  # a home that another user owns, or none
+        return None
     return f"{path} was measured on {table.gpu}" if isinstance(table, Table) and table.gpu != gpu else table
 
 

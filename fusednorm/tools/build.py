@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
         if extension is None:
             raise RuntimeError(f"build: the C++ host side compiles here, but {reason}")
         print(f"Built {what}: {file}")
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import shutil
-import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,13 +64,9 @@ FLAKE = """\
 
 def run(options: argparse.Namespace) -> int:
     folder = options.folder
-    try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / SOURCE).is_dir():
-            raise FileExistsError(f"folder must be new, or one that an earlier call wrote, got {folder}")
-        write_repository(folder)
-    except OSError as error:
-        print(f"hub: {error}", file=sys.stderr)
-        return 1
+    if folder.exists() and any(folder.iterdir()) and not (folder / SOURCE).is_dir():
+        raise FileExistsError(f"folder must be new, or one that an earlier call wrote, got {folder}")
+    write_repository(folder)
     files = sum(each.is_file() for each in folder.rglob("*"))
     print(f"Wrote {files} files to {folder}; its README.md says what they are. A model of transformers takes it by:\n")
     print(_use(folder))

@@ -478,15 +478,23 @@ def run(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic
 def _measured(
     options: argparse.Namespace, device: DeviceSpec, machine: dict[str, str], ends: Callable[[], bool]
 ) -> list[Cell]:
-    """The cells of earlier runs and of this one."""
+    """The cells of earlier runs and of this one, which an interrupt ends, too."""
     path = table.user_file(device.name).with_suffix(".cells")
-    lines = path.read_text().splitlines() if path.exists() else []
-    known = {(cell.task, cell.rows): cell for cell in map(Cell.of, map(json.loads, lines)) if cell.times}
+    text = path.read_text() if path.exists() else ""
+    known = {(cell.task, cell.rows): cell for cell in _whole(text) if cell.times}
     asked = (task for dtype in options.dtype for task in of_widths(options.cols or (), dtype))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a") as file, contextlib.suppress(KeyboardInterrupt):
+        file.write("\n" if text and not text.endswith("\n") else "")
         for cell in measure(asked if options.cols else dense(), known, device, ends):
             known[cell.task, cell.rows] = cell._replace(day=machine["date"][:10])
             file.write(json.dumps(machine | cell.record()) + "\n")
             file.flush()
     return list(known.values())
+
+
+def _whole(text: str) -> Iterator[Cell]:
+    """The cells of a file. A line whose run was killed, or of another release, may be none."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            yield Cell.of(json.loads(line))

@@ -135,6 +135,17 @@ def test_command_without_arguments_says_what_there_is():
     assert "demo | doctor" in asked.stderr
 
 
+@pytest.mark.parametrize("command", ["demo --steps 1 --out /dev/null", "hub /dev/null/hub", "build"])
+def test_a_folder_that_cannot_be_written_is_one_sentence(command, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "CPU_SIZE", TINY)
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    name, *arguments = command.split()
+    pytest.importorskip("matplotlib" if name == "demo" else "torch")
+    assert __main__.main([name, *arguments]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"{name}: [Errno ")
+
+
 def test_table_is_aligned(capsys):
     console.print_table("title", ["a", "bcd"], [["long", "1"], ["x", "22"]])
     assert capsys.readouterr().out.splitlines() == ["", "title", "a     bcd", "----  ---", "long    1", "x      22"]

@@ -7,6 +7,7 @@ import contextlib
 import io
 import itertools
 import math
+import signal
 import weakref
 from unittest import mock
 
@@ -144,9 +145,17 @@ def test_no_cell_is_begun_after_the_time_and_the_next_run_goes_on(monkeypatch, t
     assert tune.run(options, lambda: next(seconds)) == 0
     begun = len((tmp_path / "gpu.cells").read_text().splitlines())
     assert 0 < begun < 4 * len(COUNTS)
+    with (tmp_path / "gpu.cells").open("a") as killed:
+        killed.write('{"norm": "rms", "dir')
     options.minutes = 100
     assert tune.run(options, lambda: next(seconds)) == 0
-    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(COUNTS)
+    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(COUNTS) + 1
+    assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
+    (tmp_path / "gpu.jsonl").unlink()
+    options.cols, times = [2048], iter([{text_of(PLANS[0]): 1.0}])
+    monkeypatch.setattr(tune, "time_plans", lambda *_: next(times, None) or signal.raise_signal(signal.SIGINT))
+    assert tune.run(options, lambda: next(seconds)) == 0
+    assert len((tmp_path / "gpu.cells").read_text().splitlines()) == 4 * len(COUNTS) + 2
     assert table.read(tmp_path / "gpu.jsonl").gpu == H200.name
 
 
