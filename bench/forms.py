@@ -29,8 +29,8 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 import fusednorm
-from fusednorm.forms import ROUNDINGS
-from fusednorm.operands import FORMS, OPS, Role, Slot
+from fusednorm.forms import ROUNDINGS, FormSpec
+from fusednorm.operands import FORMS, OPS, Op
 from fusednorm.tools.console import print_table
 
 from . import ahead
@@ -38,21 +38,14 @@ from .cases import DTYPES, SHAPE_HELP, add_norms_argument, dtype_name, make_pars
 from .peers import packages
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import time_interleaved
+from .written import FUNCTIONS, as_written, modulations_of, rows_of
+from .written import SETTINGS as FUNCTION_SETTINGS
 
 EPS = 1e-6
 SHAPES = "16384x4096 8192x8192 16384x2048 65536x1024 4096x16384".split()
-OURS = {
-    "affine": ("affine_layer_norm", "affine_rms_norm"),
-    "of_sum": ("add_layer_norm", "add_rms_norm"),
-    "plus_residual": ("layer_norm_add", "rms_norm_add"),
-    "of_gated": ("layer_norm_gated", "rms_norm_gated"),
-    "times_gate": ("layer_norm_gated", "rms_norm_gated"),
-    "modulated_plus_residual": ("layer_norm_add", "rms_norm_add"),
-    **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), ("ada_layer_norm", "ada_rms_norm")),
-}
+SETTINGS = FUNCTION_SETTINGS | {"modulated_plus_residual": {"gate_activation": "tanh"}}
 SANDWICH = "sandwich"  # h = residual + norm(x), y = norm(h), as in Gemma's blocks
-FORM_NAMES = [*(suffix[1:] for _, suffix, *_ in FORMS if suffix[1:] in OURS), SANDWICH]
-SETTINGS = {"of_gated": {"norm_before_gate": False}, "modulated_plus_residual": {"gate_activation": "tanh"}}
+FORM_NAMES = [*(suffix[1:] for _, suffix, *_ in FORMS if suffix != "_of_wide_sum"), SANDWICH]
 WAYS = "forward", "backward", "both"
 FLOOR, BLOCK = "floor", 4096  # elements of a CTA of the floor
 PIECE = 2**28  # most elements of x for which the form is written out at once
@@ -99,25 +92,32 @@ class FormCase:
     @property
     def names(self) -> list[str]:
         """Of the tensors: x, a residual or a gate, the parameters. A norm that is modulated before a layer has none."""
-        if self.form.endswith("modulated"):
+        if self.op.form.modulate and not self.op.form.finish:
             return [*self.rows_in, *self.modulations]
         rows = ["projection"] if self.packed else self.rows_in
         more = self.modulations or ["next_weight"] * (self.form == SANDWICH)
         return [*rows, "weight", *(["bias"] if self.norm == "layer" else []), *more]
 
     @property
-    def rows_in(self) -> list[str]:
-        return [slot.name for slot in self.slots if slot.role is Role.ROWS]
+    def op(self) -> Op:
+        """The first one."""
+        return OPS[f"{self.norm}_norm_fwd_{'plus_residual' if self.form == SANDWICH else self.form}"]
 
     @property
-    def slots(self) -> tuple[Slot, ...]:
-        form = "plus_residual" if self.form == SANDWICH else self.form
-        return OPS[f"{self.norm}_norm_fwd_{form}"].inputs
+    def spec(self) -> FormSpec:
+        """The form with its settings."""
+        modulate = SETTINGS.get(self.form, {}).get("gate_activation", self.op.form.modulate)
+        groups, rounds_x_hat = self.cols // (self.group_size or self.cols), self.rounding == "x_hat"
+        settings = {"weight_offset": self.weight_offset, "rounds_x_hat": rounds_x_hat, "groups": groups}
+        return self.op.form._replace(modulate=modulate, **settings)
+
+    @property
+    def rows_in(self) -> list[str]:
+        return rows_of(self.op)
 
     @property
     def modulations(self) -> list[str]:
-        names = [slot.name for slot in self.slots if slot.role is Role.MODULATION]
-        return ["gate"] if self.form == "modulated_plus_residual" else names
+        return modulations_of(self.op)
 
     @property
     def streamed(self) -> list[str]:
@@ -153,7 +153,7 @@ def ours(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     if case.form == SANDWICH:
         function = getattr(fusednorm, f"{case.norm}_norm_add_{case.norm}_norm")
         return function(**given, eps=EPS, weight_offset=case.weight_offset, rounding=case.rounding)
-    function = getattr(fusednorm, OURS[case.form][case.norm == "rms"] + ("_packed" if case.packed else ""))
+    function = getattr(fusednorm, FUNCTIONS[case.form].format(f"{case.norm}_norm") + "_packed" * case.packed)
     settings = SETTINGS.get(case.form, {}) | ({"group_size": case.group_size} if case.group_size else {})
     settings |= {"eps": EPS, "weight_offset": case.weight_offset, "rounding": case.rounding}
     if case.packed:
@@ -181,26 +181,7 @@ def written(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     if case.packed:
         x, gate, rest = given["projection"].chunk(3, -1)
         return *written(replace(case, packed=False), given | {"x": x, "gate": gate}), rest
-    h, residual, before = given["x"], given.get("residual"), case.form.startswith(("of_sum", "of_gated_sum"))
-    gate, row_gate = (given.get("gate") if "gate" in names else None for names in (case.modulations, case.rows_in))
-    h = h * gate if before and gate is not None else h
-    h = (h + residual).to(residual.dtype) if before else h
-    wide = h if h.dtype == torch.float64 else h.float()
-    factor = None if row_gate is None else torch.nn.functional.silu(row_gate.to(wide.dtype))
-    wide = wide * factor if case.form == "of_gated" else wide
-    wide = wide.unflatten(-1, (-1, case.group_size)) if case.group_size else wide
-    centered = wide - wide.mean(-1, keepdim=True) if case.norm == "layer" else wide
-    u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
-    u = u.flatten(-2) if case.group_size else u
-    rounded = given["x"].dtype if case.rounding == "x_hat" else u.dtype
-    u = u.to(rounded).to(u.dtype)
-    u = u * (case.weight_offset + given["weight"].to(u.dtype)) if "weight" in given else u
-    u = u + given["bias"].to(u.dtype) if "bias" in given else u
-    y = (u.to(rounded) * factor if case.form == "times_gate" else u).to(given["x"].dtype)
-    if "scale" in given:
-        y = (y * (1 + given["scale"]) + given["shift"]).to(y.dtype)
-    y = y * gate.tanh() if gate is not None and not before else y
-    return (y, h) if before else ((residual + y).to(residual.dtype),) if residual is not None else (y,)
+    return as_written(case.norm, case.spec, given, EPS)
 
 
 def liger(case: FormCase, given: dict[str, Tensor]) -> Outputs:
@@ -284,11 +265,12 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     streamed = {name: given[name].detach() for name in case.streamed}
     rows, gates = [x, *others, *streamed.values()], others if "gate" in case.rows_in else []
     made = [torch.empty_like(each) for each in outputs]
-    of_sum = case.form.startswith(("of_sum", "of_gated_sum", SANDWICH))
-    branch = [x] if "gated_sum" in case.form or case.form == SANDWICH else gates
+    form, is_sandwich = case.op.form, case.form == SANDWICH
+    of_sum = form.rows_out or is_sandwich
+    branch = [x] if form.combine == "add_gated" or is_sandwich else gates
     saved = outputs[1] if of_sum else x
     read = [torch.empty_like(outputs[0]), saved, *([torch.empty_like(saved)] if of_sum else []), *branch]
-    dtypes = {x.dtype, saved.dtype} if case.form == "of_sum" else {saved.dtype}
+    dtypes = {x.dtype, saved.dtype} if form.rows_out and not form.modulate else {saved.dtype}
     written = [*(torch.empty_like(x, dtype=dtype) for dtype in dtypes), *map(torch.empty_like, branch)]
     read += [each for name, each in streamed.items() if name != "shift"]
     written += map(torch.empty_like, streamed.values())
@@ -425,13 +407,13 @@ def make_cases(options: argparse.Namespace) -> Iterator[FormCase]:
     for form, norm, shape in itertools.product(options.forms, options.norms, options.shapes):
         offset = options.weight_offset if form in ("affine", SANDWICH) else 0.0
         case = FormCase(norm, form, *shape.sizes, dtype, residual, offset, rounding=options.rounding)
-        of_groups = options.group_size if form in ("of_gated", "times_gate") else [None]
+        of_groups = options.group_size if case.op.form.activates else [None]
         samples = [each or case.rows for each in options.samples]
         of_samples = itertools.product(samples, dtypes) if case.modulations else [(1, dtype)]
-        packed = options.packed and form in ("of_gated", "times_gate")
+        packed = options.packed and case.op.form.activates
         for size, (samples, of_modulations) in itertools.product(of_groups, of_samples):
             made = replace(case, group_size=size, samples=samples, modulation_dtype=of_modulations, packed=packed)
-            yield replace(made, table=options.table if form.endswith("modulated") else 0)
+            yield replace(made, table=options.table if case.op.form.modulate and not case.op.form.finish else 0)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

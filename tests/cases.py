@@ -12,6 +12,7 @@ import torch
 from devices import named, planned_for
 from torch import Tensor
 
+from bench.written import normalized
 from fusednorm.host import native, torch_compat
 from fusednorm.tools.oracle import Case, Inputs
 
@@ -121,6 +122,12 @@ def statistic_layouts(statistic: Tensor) -> dict[str, Tensor]:
     flat = statistic.flatten()
     strided = _nans((flat.numel(), 3), flat)[:, 1].copy_(flat)
     return {"[M]": flat, "[M, 1]": flat[:, None], "strided": strided, "strided [M, 1]": strided[:, None]}
+
+
+def statistics_of(norm: str, h: Tensor) -> dict[str, Tensor]:
+    """Those of rows that a backward takes, by name."""
+    _, mean, rstd = normalized(norm, h.double(), EPS)
+    return {"rstd": rstd.float()} | ({} if mean is None else {"mean": mean.float()})
 
 
 MARGIN = 64  # elements: keeps every buffer as aligned as the allocator made it

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from cases import BF16, EPS, FP16, FP32
+from cases import BF16, EPS, FP16, FP32, FP64
 from steps import LAYOUTS
 from torch import Tensor
 
+from bench.written import COMBINE, finished, normalized
 from fusednorm.forms import FormSpec
 from fusednorm.operands import operands_of
 from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
@@ -20,7 +21,6 @@ AFTER_BY_SIGMOID = FormSpec(finish="gate", activation="sigmoid", weight_offset=1
 AFTER_ROUNDED = FormSpec(finish="gate", rounds_x_hat=True)
 BEFORE_BY_GROUP, AFTER_BY_GROUP = FormSpec(combine="gate", groups=4), FormSpec(finish="gate", groups=2)
 FORMS = [BEFORE, BEFORE_BY_SIGMOID, AFTER, AFTER_BY_SIGMOID]
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
 ALL = True, True, True, True
 
 
@@ -86,9 +86,9 @@ class Gated:
     def backward(self) -> BackwardCall:
         """From the exact statistics. A gradient that is added to dh is none of the op's operands."""
         x, weight, bias, gate, dy, added = self.inputs
-        mean, rstd = (each.float() for each in self.exact()[1:3])
+        _, mean, rstd, *_ = self.exact()
         given = {"grad_out": dy, "x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
-        given |= {"rstd": rstd} | ({"mean": mean} if self.norm == "layer" else {})
+        given |= {"rstd": rstd.float()} | ({} if mean is None else {"mean": mean.float()})
         if self.places:
             given |= dict(zip(("width", "x_at", "gate_at"), self.places, strict=True)) | {"rest": self.rest}
         call = check_backward(self._operands("bwd", given, output_mask=list(self.mask)[: 3 if self.places else 4]))
@@ -108,21 +108,17 @@ class Gated:
             for each in self.inputs
         )
         leaves = [each.requires_grad_() for each in (x, weight, bias, gate) if each is not None]
-        factor = ACTIVATIONS[self.form.activation](gate)
-        h = x * factor if self.form.combine else x * 1.0
-        groups = h.unflatten(-1, (self.form.groups, -1))
-        mean = groups.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros(())
-        rstd = ((groups - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        x_hat = ((groups - mean) * rstd).flatten(-2)
-        u = x_hat if weight is None else x_hat * (self.form.weight_offset + weight) + bias
-        y = u * factor if self.form.finish else u
+        of = {"weight": weight, "bias": bias, "gate": gate}
+        h = COMBINE[self.form.combine](x, self.form, of)
+        x_hat, mean, rstd = normalized(self.norm, h, EPS, self.form.groups)
+        y = finished(x_hat, self.form._replace(rounds_x_hat=False), of, FP64)
         outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
         found = dict(zip(leaves, torch.autograd.grad(outputs, leaves, grads), strict=True))
         gradients = (found.get(each) for each in (x, weight, bias, gate))
         if self.form.rounds_x_hat:  # which gradients do not know of
-            u = x_hat.to(self.dtype).double() * weight + bias
-            y = u.to(torch.promote_types(self.dtype, self.parameters)).double() * factor
-        return y.detach(), mean.detach(), rstd.detach().flatten(), *gradients
+            _, weight, bias, *_ = self.inputs
+            y = finished(x_hat, self.form, {"weight": weight, "bias": bias, "gate": gate}, self.dtype)
+        return y.detach(), mean if mean is None else mean.detach(), rstd.detach().flatten(), *gradients
 
     def check_forward(self, outputs: tuple[Tensor, ...]) -> None:
         want_y, _, want_rstd, *_ = self.exact()

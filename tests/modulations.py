@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from cases import BF16, EPS, FP16, FP32
+from cases import BF16, EPS, FP16, FP32, FP64, statistics_of
 from torch import Tensor
 
+from bench.written import finished, normalized
+from fusednorm.forms import FormSpec
 from fusednorm.operands import operands_of
 from fusednorm.problem.calls import BackwardCall, check_backward
 from fusednorm.problem.rows import spread
-from fusednorm.reference import FACTORS
 
 OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"
 SAMPLE, TOKEN, ALL = "sample", "token", "all"  # which rows of x share a row of a modulation
@@ -82,12 +83,8 @@ class Modulated:
     def arguments(self) -> dict:
         """Of the op, by name, with exact statistics."""
         given = self.tensors
-        wide = given["x"].double()
-        mean = wide.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros_like(wide[..., :1])
-        rstd = ((wide - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        statistics = {"mean": mean.float()} if self.norm == "layer" else {}
         settings = {"modulate": self.factor, "weight_offset": self.weight_offset, "output_mask": self.mask}
-        return given | statistics | settings | {"rstd": rstd.float(), "normalized_shape": (self.cols,)}
+        return given | statistics_of(self.norm, given["x"]) | settings | {"normalized_shape": (self.cols,)}
 
     @property
     def call(self) -> BackwardCall:
@@ -98,16 +95,13 @@ class Modulated:
         given = {name: each.double() for name, each in self.tensors.items()}
         dy, added = given.pop("grad_out"), given.pop("residual_grad", None)
         leaves = {name: each.detach().clone().requires_grad_() for name, each in given.items()}
-        scale, shift, gate = (
-            spread(leaves[name], 3, 1) if name in leaves else None for name in ("scale", "shift", "gate")
-        )
-        # h as it is stored plus a zero that has its derivatives
-        h = leaves["x"] if gate is None else leaves["x"] + gate * leaves["branch"] - (gate * leaves["branch"]).detach()
-        mean = h.mean(-1, keepdim=True) if self.norm == "layer" else 0.0
-        u = (h - mean) * ((h - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-        u = u * (self.weight_offset + leaves["weight"]) if "weight" in leaves else u
-        u = u + leaves["bias"] if "bias" in leaves else u
-        y = u * FACTORS[self.factor](scale)[0] + (0.0 if shift is None else shift)
+        of = {name: spread(each, 3, 1) if name in ("scale", "shift", "gate") else each for name, each in leaves.items()}
+        h = of["x"]
+        if self.gate:  # plus a zero that has the derivatives of what was added to it
+            product = of["gate"] * of["branch"]
+            h = h + product - product.detach()
+        form = FormSpec(modulate=self.factor, weight_offset=self.weight_offset)
+        y = finished(normalized(self.norm, h, EPS)[0], form, of, FP64)
         outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
         found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
         return {f"d{name}": each for name, each in zip(leaves, found, strict=True)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from cases import BF16, EPS, FP16, FP32, heads_first, packed_slice, row_strided
+from cases import BF16, EPS, FP16, FP32, FP64, heads_first, packed_slice, row_strided
 from torch import Tensor
 
+from bench.written import finished, normalized
 from fusednorm.forms import FormSpec
 from fusednorm.operands import ForwardOperands, Role
 from fusednorm.problem.calls import Added, ForwardCall, check_forward
@@ -81,15 +82,13 @@ class Steps:
         if self.form.rows_out:
             assert torch.equal(stored[0], wide.to(self.stored))
             h = stored[0] if self.form.rounds_sum else wide
-        h = h.double()
-        centered = h - h.mean(-1, keepdim=True) if self.norm == "layer" else h
-        want_rstd = (centered.square().mean(-1) + EPS).rsqrt()
+        x_hat, want_mean, want_rstd = normalized(self.norm, h.double(), EPS)
         if mean is not None:
-            torch.testing.assert_close(mean.flatten().double(), h.mean(-1), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rstd.flatten().double(), want_rstd, rtol=1e-5, atol=1e-7)
-        x_hat = centered * want_rstd[:, None]
-        rounded = x_hat.to(self.dtype).double()
-        want, other = (self._finished(each, weight, bias, residual) for each in (x_hat, rounded))
+            torch.testing.assert_close(mean.flatten().double(), want_mean.flatten(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rstd.flatten().double(), want_rstd.flatten(), rtol=1e-5, atol=1e-7)
+        of = {"weight": weight, "bias": bias, "residual": None if residual is None else residual.reshape(x.shape)}
+        exact = self.form._replace(rounds_x_hat=False)
+        want, other = (finished(each, exact, of, FP64) for each in (x_hat, x_hat.to(self.dtype).double()))
         if self.form.rounds_x_hat:
             want, other = other, want
         epsilon = torch.finfo(y.dtype).eps
@@ -97,11 +96,6 @@ class Steps:
         if self.dtype.itemsize < 4 and not self.form.finish:  # most elements show whether x_hat was rounded
             assert (y == want.to(y.dtype)).float().mean() > 0.97
             assert weight is None or (y == other.to(y.dtype)).float().mean() < 0.95
-
-    def _finished(self, x_hat: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        u = x_hat if weight is None else x_hat * (self.form.weight_offset + weight.double())
-        u = u if bias is None else u + bias.double()
-        return u + residual.reshape(u.shape).double() if self.form.finish and residual is not None else u
 
 
 # Rows and columns that end within a tile, dtypes, layouts and absent operands, each in some form.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from cases import BF16, EPS, FP16, FP32
+from cases import BF16, EPS, FP16, FP32, statistics_of
 from torch import Tensor
 
 from fusednorm import reference
@@ -62,11 +62,8 @@ class Table:
         if not self.backward:
             return given | ({"residual": row} if "sum" in self.form else {})
         given |= {"branch": draw(*shape, dtype=self.dtype)} if "gate" in given else {}
-        wide = x.double()
-        mean = wide.mean(-1, keepdim=True) if self.norm == "layer" else torch.zeros_like(wide[..., :1])
-        rstd = ((wide - mean).square().mean(-1, keepdim=True) + EPS).rsqrt().float()
-        given |= {"mean": mean.float()} if self.norm == "layer" else {}
-        return given | {"rstd": rstd, "grad_out": draw(*shape, dtype=self.dtype), "residual_grad": row}
+        given |= statistics_of(self.norm, x) | {"grad_out": draw(*shape, dtype=self.dtype)}
+        return given | {"residual_grad": row}
 
     def _operands(self, given: dict[str, Tensor]) -> Operands:
         mask = [True, *[self.has_sums] * 4, True, self.has_sums]

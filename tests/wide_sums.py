@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from cases import BF16, FP16
+from cases import BF16, FP16, statistics_of
 from torch import Tensor
 
 from fusednorm.operands import OPS, Operands, operands_of
@@ -34,10 +34,8 @@ class WideSum:
         generator = torch.Generator().manual_seed(self.rows + self.cols)
         dy, x, stream = (torch.randn(self.rows, self.cols, generator=generator) for _ in range(3))
         weight, bias = (torch.randn(self.cols, generator=generator) for _ in range(2))
-        centered = x - x.mean(-1, keepdim=True) if self.norm == "layer" else x
-        statistics = {"mean": x.mean(-1)} if self.norm == "layer" else {}
         given = {"grad_out": dy.to(self.summand), "x": x, "normalized_shape": (self.cols,), "weight": weight}
-        given |= statistics | {"rstd": centered.square().mean(-1).rsqrt(), "bias": bias, "output_mask": self.mask}
+        given |= statistics_of(self.norm, x) | {"bias": bias, "output_mask": self.mask}
         given |= {"residual_grad": stream if self.has_residual_grad else None, "dsummand_dtype": self.summand}
         return operands_of(f"{self.norm}_norm_bwd_of_wide_sum", (), given)
 

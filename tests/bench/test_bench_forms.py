@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bench import forms
-from fusednorm.operands import FORMS, OPS, Role, operands_of
+from bench.written import of_op
+from fusednorm.operands import Role, operands_of
 from fusednorm.problem.calls import check_forward
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -17,10 +18,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def case(norm, form, residual=FP32):
     return forms.FormCase(norm, form, 6, 40, BF16, residual, 1.0, samples=2)
-
-
-def test_every_form_can_be_timed():
-    assert {*forms.OURS, "of_wide_sum"} == {suffix[1:] for _, suffix, *_ in FORMS}  # that is of_sum of other dtypes
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -87,18 +84,15 @@ def test_a_floor_moves_the_rows_that_the_planner_counts(form, monkeypatch):
     given = of.inputs("cpu")
     outputs = forms.written(of, given)
     forms.floors(of, given, outputs)["both"]()
-    names = {"normalized_shape": (40,)} | given
-    if form == "modulated_plus_residual":
-        names["scale"] = names.pop("gate")
-    problem = check_forward(operands_of(f"rms_norm_fwd_{form}", (), names)).problem
+    problem = check_forward(operands_of(of.op.name, (), {"normalized_shape": (40,)} | of_op(of.op, given))).problem
     (reads, writes), (back_reads, back_writes) = moved
     rows = zip(problem.names_in, problem.rows_in, strict=True)
-    modulations = {slot.name for slot in of.slots if slot.role is Role.MODULATION}
+    modulations = {slot.name for slot in of.op.inputs if slot.role is Role.MODULATION}
     assert [each.dtype for each in reads[1:]] == [dtype for name, dtype in rows if name not in modulations]
     assert [each.dtype for each in writes[1:]] == list(problem.rows_out)
     gated = "gated_sum" in form or "gate" in of.rows_in
     assert len(back_reads) == 2 + len(problem.rows_out) + gated and len(back_writes) == 1 + gated + (form == "of_sum")
-    assert OPS[f"rms_norm_fwd_{form}"].form.rows_in == len(reads) - 1
+    assert of.op.form.rows_in == len(reads) - 1
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])

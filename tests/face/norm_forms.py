@@ -1,4 +1,4 @@
-"""The forms as tests call them, and as models write them."""
+"""The forms as tests call them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,12 @@ import torch
 from torch import Tensor
 
 import fusednorm
-from fusednorm.operands import FORM_OPS, Op, Role
+from bench.written import FUNCTIONS, SETTINGS, as_written, modulations_of, rows_of
+from fusednorm.operands import FORM_OPS, Op
 from fusednorm.problem.rows import spread
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 COLS, EPS = 24, 1e-3
-FUNCTIONS = {  # of each form, for layer_norm or rms_norm
-    "affine": "affine_{}",
-    "of_sum": "add_{}",
-    "of_wide_sum": "add_{}",
-    "plus_residual": "{}_add",
-    "modulated_plus_residual": "{}_add",
-    "times_gate": "{}_gated",
-    "of_gated": "{}_gated",
-    **dict.fromkeys(("modulated", "of_sum_modulated", "of_gated_sum_modulated"), "ada_{}"),
-}
-SETTINGS = {"of_gated": {"norm_before_gate": False}}
-
-
 def module_of(function: str) -> str:
     """The name of a function's module."""
     parts = function.replace("layer_norm", "LayerNorm").replace("rms_norm", "RMSNorm").split("_")
@@ -64,26 +52,10 @@ for _norm, _module in (("layer", WideLayerNorm), ("rms", WideRMSNorm)):
 forms = pytest.mark.parametrize("op", FORM_OPS, ids=lambda op: op.name)
 
 
-def rows_of(op: Op) -> list[str]:
-    return [slot.name for slot in op.inputs if slot.role is Role.ROWS]
-
-
-def modulations_of(op: Op) -> list[str]:
-    """By the names of the function's arguments, to which the factor of a norm behind a layer is a gate."""
-    names = [slot.name for slot in op.inputs if slot.role is Role.MODULATION]
-    return ["gate"] if op.form.finish and names else names
-
-
 def arguments_of(op: Op) -> list[str]:
     """The tensors beside weight and bias, in the order in which a module takes them."""
     order = "x", "scale", "shift", "residual", "gate"
     return sorted((*rows_of(op), *modulations_of(op)), key=order.index)
-
-
-def of_op(op: Op, given: dict[str, Any]) -> dict[str, Any]:
-    """By the names of the op, to which the gate of a norm behind a layer is a scale."""
-    is_scale = op.form.finish and modulations_of(op)
-    return {"scale" if name == "gate" and is_scale else name: each for name, each in given.items()}
 
 
 def leaves(op: Op, *dtypes: torch.dtype, shape=(3, 5, COLS), seed=0, device="cpu") -> dict[str, Tensor]:
@@ -106,32 +78,6 @@ def run(op: Op, given: dict[str, Tensor | None], **settings: Any) -> tuple[Tenso
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def as_wide(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == FP64 else rows.float()
-
-
-def act(of: dict[str, Any]) -> Tensor:
-    return torch.nn.functional.silu(as_wide(of["gate"]))
-
-
-def plus(rows: Tensor, other: Tensor | None) -> Tensor:
-    return rows if other is None else rows + other
-
-
-# The steps before and behind the norm, as models write them, of tensors by name.
-BEFORE = {
-    "": lambda of: of["x"],
-    "add": lambda of: plus(of["x"], of["residual"]),
-    "gate": lambda of: as_wide(of["x"]) * act(of),
-    "add_gated": lambda of: plus(of["x"] * of["gate"], of["residual"]),
-}
-BEHIND = {
-    "": lambda u, of: plus(u.to(of["x"].dtype) * (1 + of.get("scale", 0)), of.get("shift")).to(of["x"].dtype),
-    "add": lambda u, of: plus(u.to(of["x"].dtype) * of.get("gate", 1), of["residual"]),
-    "gate": lambda u, of: (u * act(of)).to(of["x"].dtype),
-}
-
-
 def aligned(op: Op, given: dict[str, Any]) -> dict[str, Any]:
     """With modulations that broadcast."""
     return given | {name: spread(given[name], given["x"].dim(), 1) for name in modulations_of(op)}
@@ -139,17 +85,7 @@ def aligned(op: Op, given: dict[str, Any]) -> dict[str, Any]:
 
 def composite(op: Op, given: dict[str, Tensor | None], offset: float = 0.0) -> tuple[Tensor, ...]:
     """As models write it, in the dtypes of the tensors."""
-    given = aligned(op, given)
-    h = BEFORE[op.form.combine](given)
-    wide = as_wide(h)
-    centered = wide - wide.mean(-1, keepdim=True) if op.norm == "layer" else wide
-    u = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + EPS)
-    if given["weight"] is not None:
-        u = u * (offset + given["weight"].to(u.dtype))
-    if given["bias"] is not None:
-        u = u + given["bias"].to(u.dtype)
-    y = BEHIND[op.form.finish](u, given)
-    return (y, h) if op.form.rows_out else (y,)
+    return as_written(op.norm, op.form._replace(weight_offset=offset), aligned(op, given), EPS)
 
 
 def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor], wants: tuple[bool, ...] = (True, True)):

@@ -6,8 +6,6 @@ import numpy
 import pytest
 import torch
 from norm_forms import (
-    BEFORE,
-    BEHIND,
     BF16,
     COLS,
     EPS,
@@ -22,12 +20,11 @@ from norm_forms import (
     forms,
     gradients,
     leaves,
-    modulations_of,
-    rows_of,
     run,
 )
 
 import fusednorm
+from bench.written import COMBINE, finished, modulations_of, rows_of
 from fusednorm.operands import FORM_OPS, Role
 
 OPS = torch.ops.fusednorm
@@ -186,13 +183,13 @@ def test_the_stream_has_the_dtype_that_is_asked_and_the_norm_sees_the_sum_that_i
 def test_x_hat_is_rounded_where_it_is_asked_and_y_has_the_promoted_dtype(op):
     given = leaves(op, BF16) | {"bias": None}
     weight = given["weight"]
-    h = run(op, given)[1] if op.form.rows_out else BEFORE[op.form.combine](given)
-    x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,)).bfloat16()
-    wide = aligned(op, {name: each.float() for name, each in given.items() if each is not None})
-    u = x_hat.float() * wide["weight"]
-    want = BEHIND[op.form.finish](u.bfloat16().float() if op.form.finish == "gate" else u, wide)
+    form, rounds_u = op.form._replace(rounds_x_hat=True), op.form.finish == "gate"
+    h = run(op, given)[1] if form.rows_out else COMBINE[form.combine](given["x"], form, given)
+    x_hat = FACES[f"{op.norm}_norm_fwd_affine"][0](h, eps=EPS, normalized_shape=(COLS,)).bfloat16().float()
+    wide = {name: each.float() for name, each in given.items() if each is not None}
+    want = finished(x_hat, form, aligned(op, given if rounds_u else wide), BF16 if rounds_u else FP32)
     assert torch.equal(run(op, given, rounding="x_hat")[0], want.bfloat16())
-    promoted = BF16 if op.form.finish == "gate" else FP32
+    promoted = BF16 if rounds_u else FP32
     assert run(op, given | {"weight": weight.float()}, rounding="x_hat")[0].dtype == promoted
 
 

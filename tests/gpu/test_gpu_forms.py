@@ -18,12 +18,11 @@ from norm_forms import (
     forms,
     gradients,
     leaves,
-    modulations_of,
-    rows_of,
     run,
 )
 
 import fusednorm
+from bench.written import modulations_of, rows_of
 from fusednorm.operands import FORM_OPS
 
 pytestmark = pytest.mark.gpu

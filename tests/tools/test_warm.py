@@ -11,9 +11,10 @@ import afresh
 import pytest
 import torch
 from compiling import DEVICES
-from norm_forms import gradients, leaves, modulations_of, rows_of, run
+from norm_forms import gradients, leaves, run
 
 import fusednorm
+from bench.written import modulations_of, rows_of
 from fusednorm import ops, reference
 from fusednorm.forms import Settings, fields_of
 from fusednorm.operands import FORM_OPS, OPS, BackwardOperands, ForwardOperands, Role, operands_of

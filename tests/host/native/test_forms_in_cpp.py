@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_forms import BF16, COLS, EPS, FACES, FP32, arguments_of, composite, gradients, leaves, of_op, rows_of, run
+from norm_forms import BF16, COLS, EPS, FACES, FP32, arguments_of, composite, gradients, leaves, run
 from norms import Wrapped
 from op_log import OpLog
 from test_derivatives import FunctionLog, autocast_of_cuda
@@ -15,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 import fusednorm
+from bench.written import of_op, rows_of
 from fusednorm.host import native
 from fusednorm.operands import FORM_OPS
 
