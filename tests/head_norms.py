@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import fusednorm
+from bench.written import finished, normalized
+from fusednorm.forms import FormSpec
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 EPS = 2.0**-12
@@ -101,13 +103,9 @@ class HeadCase:
         swapped = self.whole and self.heads_first
         h = h.transpose(1, 2) if swapped else h
         h = h.flatten(-2) if self.whole else h
-        if self.norm == "layer":
-            h = h - h.mean(-1, keepdim=True)
-        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)
-        if f"{name}_weight" in given:
-            h = h * (self.weight_offset + given[f"{name}_weight"].to(h.dtype))
-        if f"{name}_bias" in given:
-            h = h + given[f"{name}_bias"].to(h.dtype)
+        x_hat, _, _ = normalized(self.norm, h, EPS)
+        parameters = {kind: given.get(f"{name}_{kind}") for kind in ("weight", "bias")}
+        h = finished(x_hat, FormSpec(weight_offset=self.weight_offset), parameters, h.dtype)
         h = h.unflatten(-1, (-1, self.cols)) if self.whole else h
         return h.transpose(1, 2) if swapped else h
 

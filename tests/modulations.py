@@ -10,10 +10,11 @@ from torch import Tensor
 
 from bench.written import finished, normalized
 from fusednorm.forms import FormSpec
-from fusednorm.operands import operands_of
+from fusednorm.operands import FORMS, operands_of
 from fusednorm.problem.calls import BackwardCall, check_backward
 from fusednorm.problem.rows import spread
 
+FORWARDS = [suffix[1:] for form, suffix, *_ in FORMS if form.modulate]
 OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"
 SAMPLE, TOKEN, ALL = "sample", "token", "all"  # which rows of x share a row of a modulation
 

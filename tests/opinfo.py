@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fusednorm
+from bench.written import FUNCTIONS, SETTINGS, modulations_of, rows_of
 from fusednorm.dtypes import accumulation_dtype
+from fusednorm.operands import OPS
 
+OPEN = 40.0  # a gate whose sigmoid is 1
 NAMES = ("nn.functional.layer_norm", "native_layer_norm", "nn.functional.rms_norm")
 FUNCTIONALS = {
     "nn.functional.layer_norm": fusednorm.functional.layer_norm,
@@ -22,42 +25,22 @@ FUNCTIONALS = {
     "nn.functional.rms_norm": fusednorm.functional.rms_norm,
 }
 
-# Each form of a norm, by its ops' suffix, and other norms, given operands that make it the plain norm.
-FORMS = {
-    "affine": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(x, **more),
-    "of_sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(x, torch.zeros_like(x), **more)[0],
-    "plus_residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(x, torch.zeros_like(x), **more),
-    "times_gate": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
-        x, torch.full_like(x, 40.0), activation="sigmoid", **more
-    ),
-    "of_gated": lambda norm, x, **more: getattr(fusednorm, f"{norm}_gated")(
-        x, torch.full_like(x, 40.0), activation="sigmoid", norm_before_gate=False, **more
-    ),
-    "modulated": lambda norm, x, **more: modulated(norm, x, **more),
-    "of_sum_modulated": lambda norm, x, **more: modulated(norm, x, residual=torch.zeros_like(x), **more)[0],
-    "of_gated_sum_modulated": lambda norm, x, **more: modulated(
-        norm, x, residual=torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
-    )[0],
-    "modulated_plus_residual": lambda norm, x, **more: getattr(fusednorm, f"{norm}_add")(
-        x, torch.zeros_like(x), gate=x.new_ones(more["normalized_shape"]), **more
-    ),
-    "of a head": lambda norm, x, **more: of_a_head(norm, x, **more),
-    "of a head, packed": lambda norm, x, **more: of_a_head(norm, x, packed=True, **more),
-    "of all heads": lambda norm, x, **more: of_a_head(norm, x, heads=2, **more),
-    "of_wide_sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
-        x, torch.zeros_like(x, dtype=wider(x)), **more
-    )[0].to(x.dtype),
-    "of a narrower sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
-        x, torch.zeros_like(x, dtype=torch.bfloat16), residual_dtype=x.dtype, **more
-    )[0].to(x.dtype),
-    "times a gate, in groups": lambda norm, x, **more: gated(norm, x, True, **more),
-    "of a gated row, in groups": lambda norm, x, **more: gated(norm, x, False, **more),
-    "times a gate, packed": lambda norm, x, **more: gated(norm, x, True, packed=True, **more),
-    "of a gated row, packed": lambda norm, x, **more: gated(norm, x, False, packed=True, **more),
-    "of a column sum": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(
-        fusednorm.column_sum([torch.stack([x, torch.zeros_like(x)]).flatten(1)])[0].view(x.shape), **more
-    ),
-}
+
+def of_form(form: str) -> Callable:
+    """Its function, given operands that make it the plain norm."""
+
+    def function(norm: str, x: Tensor, normalized_shape: tuple[int, ...], **more) -> Tensor:
+        op = OPS[f"{norm}_fwd_{form}"]
+        dtype = wider(x) if form == "of_wide_sum" else x.dtype
+        more |= SETTINGS.get(form, {}) | ({"activation": "sigmoid"} if op.form.activates else {})
+        for name in rows_of(op)[1:]:
+            more[name] = torch.full_like(x, OPEN if name == "gate" else 0.0, dtype=dtype)
+        for name in modulations_of(op):
+            more[name] = x.new_full(normalized_shape, float(name == "gate"))
+        outputs = getattr(fusednorm, FUNCTIONS[form].format(norm))(x, normalized_shape=normalized_shape, **more)
+        return (outputs[0] if op.form.rows_out else outputs).to(x.dtype)
+
+    return function
 
 
 def wider(x: Tensor) -> torch.dtype:
@@ -71,15 +54,11 @@ def gated(norm: str, x: Tensor, before: bool, normalized_shape, packed: bool = F
     more = {name: pad(each.flatten(), (0, cols)) if isinstance(each, Tensor) else each for name, each in more.items()}
     more |= {"activation": "sigmoid", "norm_before_gate": before, "group_size": cols}
     if packed:
-        columns = pad(rows, (2 * cols, 0), value=40.0), (2 * cols, 4 * cols), (0, 2 * cols)
+        columns = pad(rows, (2 * cols, 0), value=OPEN), (2 * cols, 4 * cols), (0, 2 * cols)
         y, *_ = getattr(fusednorm, f"{norm}_gated_packed")(*columns, **more)
     else:
-        y = getattr(fusednorm, f"{norm}_gated")(rows, torch.full_like(rows, 40.0), **more)
+        y = getattr(fusednorm, f"{norm}_gated")(rows, torch.full_like(rows, OPEN), **more)
     return y[..., :cols].reshape(x.shape).contiguous()
-
-
-def modulated(norm: str, x: Tensor, **more):
-    return getattr(fusednorm, f"ada_{norm}")(x, x.new_zeros(more["normalized_shape"]), **more)
 
 
 def of_a_head(
@@ -100,6 +79,23 @@ def of_a_head(
         more["rotary"] = (x.new_ones(1, turned), x.new_zeros(1, turned)) if turned else None
         y, _ = fusednorm.qk_norm(q, torch.zeros_like(q), weight, None, eps, **more)
     return y.reshape(x.shape)
+
+
+FORMS = {form: of_form(form) for form in FUNCTIONS} | {  # and other norms that are the plain one of such operands
+    "of a head": of_a_head,
+    "of a head, packed": functools.partial(of_a_head, packed=True),
+    "of all heads": functools.partial(of_a_head, heads=2),
+    "of a narrower sum": lambda norm, x, **more: getattr(fusednorm, f"add_{norm}")(
+        x, torch.zeros_like(x, dtype=torch.bfloat16), residual_dtype=x.dtype, **more
+    )[0].to(x.dtype),
+    "times a gate, in groups": functools.partial(gated, before=True),
+    "of a gated row, in groups": functools.partial(gated, before=False),
+    "times a gate, packed": functools.partial(gated, before=True, packed=True),
+    "of a gated row, packed": functools.partial(gated, before=False, packed=True),
+    "of a column sum": lambda norm, x, **more: getattr(fusednorm, f"affine_{norm}")(
+        fusednorm.column_sum([torch.stack([x, torch.zeros_like(x)]).flatten(1)])[0].view(x.shape), **more
+    ),
+}
 
 
 def as_form(form: str, name: str) -> Callable:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import BF16, EPS, FP16, FP32, FP64, outputs_of
+from modulations import FORWARDS
 
 from fusednorm import reference
-from fusednorm.operands import operands_of
+from fusednorm.operands import OPS, operands_of
 from fusednorm.planner.plan import ColumnTilePlan, MultiWavePlan
 from fusednorm.problem.calls import check_forward
 
@@ -33,17 +34,14 @@ def given(form: str, cols: int, dtype: torch.dtype, of_modulation: torch.dtype, 
         "gate": draw(cols, dtype=of_modulation, seed=3),
         "residual": draw(*rows, dtype=FP32, seed=4),
     }
-    names = {
-        "modulated": ("scale", "shift"),
-        "of_sum_modulated": ("residual", "scale"),
-        "of_gated_sum_modulated": ("residual", "gate", "scale", "shift"),
-        "modulated_plus_residual": ("residual", "scale"),
-    }[form]
-    return {"x": draw(*rows, dtype=dtype, seed=5)} | {name: tensors[name] for name in names}
+    names = {slot.name for slot in OPS[f"rms_norm_fwd_{form}"].inputs}
+    if form == "of_sum_modulated":
+        names.remove("shift")  # which may be absent
+    return {"x": draw(*rows, dtype=dtype, seed=5)} | {name: tensors[name] for name in tensors if name in names}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+@pytest.mark.parametrize("form", FORWARDS)
 @pytest.mark.parametrize(
     "norm, rows, cols, dtype, of_modulation",
     [("layer", MANY, 40, BF16, FP32), ("rms", MANY, 77, FP16, BF16), ("layer", ROWS, 64, FP32, FP32),
@@ -71,7 +69,7 @@ def test_modulated_forwards_give_the_numbers_of_the_formula_in_float64(
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("of_modulation", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("form", ["modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+@pytest.mark.parametrize("form", FORWARDS)
 def test_steps_are_rounded_where_code_of_these_dtypes_rounds_them(form, of_modulation, plan):
     tensors = given(form, 40, BF16, of_modulation)
     settings = {"normalized_shape": (40,), "eps": EPS, "rounds_steps": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import BF16, EPS, FP32, FP64
-from modulations import PORTABLE, SAMPLE, TOKEN, Modulated
+from modulations import FORWARDS, PORTABLE, SAMPLE, TOKEN, Modulated
 from simulator.host import outputs_of
 
 from fusednorm import reference
@@ -102,7 +102,7 @@ def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
 
 
 @pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("form", ["modulated", "of_sum_modulated", "of_gated_sum_modulated", "modulated_plus_residual"])
+@pytest.mark.parametrize("form", FORWARDS)
 def test_steps_of_a_forward_are_rounded_where_code_of_these_dtypes_rounds_them(form, modulation):
     """The compiler would make one multiply-add of a product and a sum. The sums are exact, and all but those results
     whose x_hat has another last bit."""
