@@ -199,7 +199,8 @@ class Grid:
         """The grid where rows are sorted by keys from -1 to `keys`. Each key has CTAs of its own."""
         more = keys + 2
         spared = more if more <= limits.spared_ctas * self.at_once else 0
-        return replace(self, at_once=self.at_once - spared, more_ctas=more)
+        left = self.at_once - spared
+        return replace(self, at_once=left, first_wave=min(self.first_wave, left), more_ctas=more)
 
     def samples(self, rows: int) -> int:
         return rows // self.sample_rows if self.sample_rows else 1

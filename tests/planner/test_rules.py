@@ -128,9 +128,10 @@ def test_a_sample_of_many_rows_has_no_more_ctas_than_a_grid_may_have(shape, devi
     assert call.sample_rows and not shape[1] % call.sample_rows and grid.ctas(call.rows) <= MOST_CTAS
 
 
+@pytest.mark.parametrize("problem", [make_modulated(direction="backward", cols=3072), make_gated_sum("layer", 8192)])
 @pytest.mark.parametrize("rows", [1, 100, 264, 18432])
-def test_ctas_that_count_for_keys_run_with_all_others_if_they_are_few(rows):
-    call = meta_call(replace(make_modulated(direction="backward", cols=3072), by_key=True))
-    grid = grid_of(choose(call.problem, 18432, H200), call.problem, H200)
+def test_ctas_that_count_for_keys_run_with_all_others_if_they_are_few(rows, problem):
+    problem = replace(problem, by_key=True)
+    grid = grid_of(choose(problem, 18432, H200), problem, H200)
     assert grid.by_key(8).ctas(rows) <= grid.at_once
     assert grid.by_key(1000).ctas(rows) == grid.ctas(rows) + 1002
