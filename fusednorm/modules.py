@@ -144,6 +144,7 @@ class RMSNormAdd(_FormNorm):
     of x, times the gate or its gate_activation."""
 
     form = "plus_residual"
+    shown = *_FormNorm.shown, "gate_activation"
     roundings = *ROUNDINGS, STEPS  # the last with a gate
 
     def __init__(self, *args, gate_activation: str | None = None, **kwargs) -> None:
@@ -164,8 +165,8 @@ class LayerNormAdd(_OfLayerNorm, RMSNormAdd):
 
 
 class AdaRMSNorm(AddRMSNorm):
-    """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
-    residual (y, h). Without parameters by default."""
+    """functional.ada_rms_norm as a module, called with (x, scale, shift), a residual, a gate and an index: returns y,
+    or with a residual (y, h). Without parameters by default."""
 
     roundings = *ROUNDINGS, STEPS
 
@@ -195,8 +196,8 @@ class AdaRMSNorm(AddRMSNorm):
 
 
 class AdaLayerNorm(_OfLayerNorm, AdaRMSNorm):
-    """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual and a gate: returns y, or with a
-    residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
+    """functional.ada_layer_norm as a module, called with (x, scale, shift), a residual, a gate and an index: returns y,
+    or with a residual (y, h). Without parameters by default, as in DiT, FLUX and Wan."""
 
 
 class RMSNormGated(_FormNorm):

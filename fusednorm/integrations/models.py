@@ -109,7 +109,7 @@ def patch_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model: model must be a torch.nn.Module, got {type(model).__name__}")
-    classes = (classes,) if isinstance(classes, type) else tuple(classes)
+    classes = tuple(classes) if isinstance(classes, Iterable) else (classes,)
     for each in classes:
         if not isinstance(each, type):
             raise TypeError(f"patch_model: classes must be classes of modules, got {each!r}")

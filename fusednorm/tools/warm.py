@@ -205,8 +205,6 @@ def warmup(
     suffix, of_form = form_named("warmup", form, settings, **of_modulations)
     _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
     device = checked_device("warmup", device)
-    if device.type == "cpu":
-        return 0
     of_two = norm == "rms" and not form  # gradients
     mask = (*map(bool, output_mask[: 2 if of_two else 3]), False, False)[:3]
     weight = (weight_dtype or dtype) if elementwise_affine else None
@@ -220,6 +218,10 @@ def warmup(
         for count in samples
         for each in directions
     ]
+    if device.type == "cpu":
+        for each in wanted:
+            each.call()  # raises what is wrong
+        return 0
     spec = gpus.spec_of(device)
     plans = list(plans_of(wanted, [rows] if isinstance(rows, int) else rows, spec))
     count = build_ahead(launches_of(plans, spec), spec, processes, device.type == "cuda")

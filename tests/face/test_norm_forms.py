@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy
 import pytest
 import torch
@@ -203,6 +205,8 @@ def test_modules_start_as_the_plain_norm_and_keep_parameters_alone(op):
         tensors = [of[name] for name in arguments_of(op)]
         torch.testing.assert_close(made(*tensors), function(**of, eps=made.eps, normalized_shape=(COLS,)))
         assert f"weight_offset={offset}" in repr(made)
+    settings = [each for base in type(made).__mro__[:-2] for each in inspect.getfullargspec(base.__init__).kwonlyargs]
+    assert not [name for name in settings if f"{name}=" not in repr(made)]
     assert [*module(COLS, elementwise_affine=False).parameters()] == []
     assert module(numpy.int64(COLS)).normalized_shape == (COLS,)
 

@@ -564,8 +564,9 @@ def test_what_calls_itself_no_norm_is_listed_where_it_was_asked_for():
     (left,) = fusednorm.patch_model(model, classes=[Offset]).left
     assert fusednorm.patch_model(model, classes=Offset).left == [left]
     assert left == ("0", "Offset", "its forward computes something else")
-    with pytest.raises(TypeError, match="classes must be classes of modules, got Offset"):
-        fusednorm.patch_model(model, classes=model)
+    for wrong, said in ((model, "Offset"), (3, "3")):
+        with pytest.raises(TypeError, match=f"classes must be classes of modules, got {said}"):
+            fusednorm.patch_model(model, classes=wrong)
 
 
 def test_a_block_restores_at_its_end():

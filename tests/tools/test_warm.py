@@ -283,6 +283,12 @@ def test_warmup_refuses_names_that_are_none():
         fusednorm.warmup("rms", 4096, BF16, directions=["up"])
 
 
+def test_warmup_refuses_groups_that_do_not_divide_the_columns_on_every_device():
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError, match="group_size must divide the 4096 columns, got 1000"):
+            fusednorm.warmup("rms", 4096, BF16, form="of_gated", group_size=1000, device=device)
+
+
 def build_with_another_triton() -> int:
     """The number of kernels that build_ahead reports if Triton compiles in an unknown way. Runs in a worker."""
     from fusednorm.tools import compilation
