@@ -21,7 +21,7 @@ class sm_margin(Setting):  # noqa: N801  reads as a function: sm_margin(16)
     """sm_margin(n): plan as for a GPU with n SMs fewer, from now on, in every thread of the process.
 
     `with sm_margin(n): ...` ends with the block; of nested blocks the innermost applies. Kernels that run beside ours,
-    such as NCCL's, then find n SMs free. Kernels whose CTAs have one row tile each ignore the margin: their CTAs end
+    such as NCCL's, then find n SMs free. Kernels whose CTAs have only a few row tiles each ignore the margin: these end
     too soon to block other kernels. A captured CUDA graph keeps the margin that it was captured with.
 
     n is an int, 0 or more, that leaves at least one SM. Raises TypeError if n is no int and ValueError if n is out of
