@@ -18,12 +18,12 @@ import torch
 import fusednorm
 from fusednorm.integrations import inductor
 
-from .language_models import STOCK, LanguageModel, batches, help_text
+from .language_models import MODELS, STOCK, LanguageModel, batches, help_text
 from .training import arguments, only_process, report, train
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("compile_unmodified", __doc__, given)
+    asked = arguments("compile_unmodified", __doc__, given, (*MODELS,))
     device, size = only_process()
     runs = {}
     for label, around in (("inductor", contextlib.nullcontext), ("fusednorm", fusednorm.enable_inductor)):

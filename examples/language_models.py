@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fusednorm
 
 BYTES = 256  # the vocabulary
+MODELS = {"gpt2": True, "llama": False}  # whether a model is GPT-2's kind
 
 
 class Norms(NamedTuple):
@@ -124,7 +125,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, name: str, size: Size, norms: Norms) -> None:
         super().__init__()
-        gpt2 = {"gpt2": True, "llama": False}[name]
+        gpt2 = MODELS[name]
         self.embed = Embedding(size, positions=gpt2)
         self.blocks = nn.Sequential(*(Block(size, norms, gpt2) for _ in range(size.blocks)))
         self.norm = make_norm(size, norms, gpt2)

@@ -38,7 +38,7 @@ def make_llama(size: Size) -> nn.Module:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("patch_hugging_face", __doc__, given, models=("llama",))
+    asked = arguments("patch_hugging_face", __doc__, given)
     device, size = only_process()
     runs = {}
     for label in ("as it is", "patched"):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .language_models import OURS, STOCK, LanguageModel, Norms, batches, help_text
+from .language_models import MODELS, OURS, STOCK, LanguageModel, Norms, batches, help_text
 from .training import arguments, draw, make_optimizer, only_process, train
 
 
@@ -33,7 +33,7 @@ def load(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("resume_from_stock", __doc__, given)
+    asked = arguments("resume_from_stock", __doc__, given, (*MODELS,))
     device, size = only_process()
     half, path = asked.steps // 2, asked.out / "checkpoint.pt"
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .language_models import LanguageModel
+from .language_models import MODELS, LanguageModel
 from .training import arguments, end_processes, start_processes, train_each
 
 ROWS = Shard(1)  # [batch, length, width] sharded along the text
@@ -54,7 +54,7 @@ def plan_of(block: nn.Module) -> dict:
 
 
 def main() -> None:
-    asked, (device, size) = arguments("tensor_parallel", __doc__), start_processes()
+    asked, (device, size) = arguments("tensor_parallel", __doc__, models=(*MODELS,), norms=True), start_processes()
     torch.set_float32_matmul_precision("high")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     train_each(asked, device, size, lambda model: parallelize(model, mesh))

@@ -110,7 +110,7 @@ def noisy_passages(size: Size) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("train_dit", __doc__, given, models=("dit",), switches=("compile",))
+    asked = arguments("train_dit", __doc__, given, compile="compiled models, too")
     device, size = only_process()
     runs = {}
     for compiled in (False, True)[: 1 + asked.compile]:

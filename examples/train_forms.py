@@ -134,7 +134,8 @@ class Model(nn.Module):
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("train_forms", __doc__, given, models=tuple(BLOCKS), switches=("layer-norm", "bf16"))
+    text = {"layer_norm": "LayerNorm in place of RMSNorm", "bf16": "layers in bfloat16 on a float32 stream"}
+    asked = arguments("train_forms", __doc__, given, tuple(BLOCKS), **text)
     device, size = only_process()
     norm, runs = "layer" if asked.layer_norm else "rms", {}
     for label, forms in {"written out": written(norm), "fusednorm": fused(norm)}.items():

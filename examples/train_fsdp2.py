@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from .language_models import LanguageModel
+from .language_models import MODELS, LanguageModel
 from .training import arguments, end_processes, start_processes, train_each
 
 
@@ -32,7 +32,7 @@ def shard(model: LanguageModel) -> nn.Module:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked, (device, size) = arguments("train_fsdp2", __doc__, given), start_processes()
+    asked, (device, size) = arguments("train_fsdp2", __doc__, given, (*MODELS,), norms=True), start_processes()
     train_each(asked, device, size, shard, readers=dist.get_world_size())
     end_processes()
 

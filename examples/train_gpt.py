@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .language_models import MODELS
 from .training import arguments, only_process, train_each
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("train_gpt", __doc__, given)
+    asked = arguments("train_gpt", __doc__, given, (*MODELS,), norms=True)
     train_each(asked, *only_process())
 
 

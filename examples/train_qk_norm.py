@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    asked = arguments("train_qk_norm", __doc__, given, models=("llama",))
+    asked = arguments("train_qk_norm", __doc__, given)
     device, size = only_process()
     runs = {}
     for label, norms in {"written out": WrittenOut, "QKNorm": BySlices, "packed": Packed}.items():

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusednorm.tools.plan import positive
+
 from .language_models import OURS, STOCK, LanguageModel, Norms, Size, batches, help_text, next_byte_loss
 
 CPU_SIZE = Size(width=64, blocks=2, heads=4, length=64, batch=8)
@@ -37,18 +39,21 @@ def arguments(
     example: str,
     description: str,
     given: Sequence[str] | None = None,
-    models: Sequence[str] = ("gpt2", "llama"),
-    switches: Sequence[str] = (),
+    models: Sequence[str] = (),
+    norms: bool = False,
+    **switches: str,
 ) -> argparse.Namespace:
-    """Parses `given`, or the command line. --help shows the first paragraph of the example's docstring. `switches` are
-    options of the example alone."""
+    """Parses `given`, or the command line. --help shows the first paragraph of the example's docstring. The example has
+    a choice of `models`, if there are any, of `norms` to train, and `switches`, each with its help."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{example}", description=description.split("\n\n")[0])
     parser.set_defaults(example=example)
-    parser.add_argument("--model", choices=models, default=models[-1])
-    for each in switches:
-        parser.add_argument(f"--{each}", action="store_true")
-    parser.add_argument("--norms", choices=tuple(NORMS), default="both")
-    parser.add_argument("--steps", type=int, default=100)
+    if models:
+        parser.add_argument("--model", choices=models, default=models[-1], help=f"default: {models[-1]}")
+    for name, text in switches.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+    if norms:
+        parser.add_argument("--norms", choices=tuple(NORMS), default="both", help="default: both")
+    parser.add_argument("--steps", type=positive, default=100, help="of each run (default: 100)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of what is written (default: out)")
     return parser.parse_args(given)
 

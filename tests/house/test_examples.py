@@ -167,6 +167,15 @@ def test_steps_that_warm_up_have_no_speed(tmp_path, capsys):
     assert "not timed" in stock and " 200 tokens/s" in ours and "--steps 50" in rule
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("--steps 0", "--steps: must be a positive"), ("--norms ours", "unrecognized arguments: --norms")]
+)
+def test_an_example_refuses_what_it_cannot_do(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        patch_hugging_face.main(wrong.split())
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example_says_first_what_it_shows_and_what_a_cpu_makes_of_it(example):
     text = (ROOT / "examples" / f"{example}.py").read_text()
