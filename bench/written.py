@@ -66,6 +66,7 @@ COMBINE = {
     "add": lambda x, form, of: plus(x, of.get("residual")),
     "gate": lambda x, form, of: gated(as_wide(x), form, of),
     "add_gated": lambda x, form, of: plus(x * of["gate"], of.get("residual")),
+    "summands": lambda x, form, of: x,
 }
 FINISH = {
     "": lambda v, form, of: v,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from cases import BF16, EPS, FP16, FP32, FP64
+from cases import BF16, EPS, FP16, FP32
+from exact import assert_near, backward, forward
 from steps import LAYOUTS
 from torch import Tensor
 
-from bench.written import COMBINE, finished, normalized
 from fusednorm.forms import FormSpec
-from fusednorm.operands import operands_of
+from fusednorm.operands import BACKWARD, FORWARD, WAYS, Operands, operands_of
 from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 
 BEFORE = FormSpec(combine="gate")
@@ -70,28 +70,29 @@ class Gated:
         return [x, *(None if self.parameters is None else each.to(self.parameters) for each in (weight, bias)),
                 gate, dy, added]  # fmt: skip
 
-    def _operands(self, direction: str, tensors: dict[str, Tensor | None], **more):
-        op = f"{self.norm}_norm_{direction}_{'of_gated' if self.form.combine else 'times_gate'}"
-        op += "_packed" * (self.places is not None and direction == "bwd")
-        names = "weight_offset", "activation", "groups", *(["rounds_x_hat"] if direction == "fwd" else [])
-        return operands_of(op, (), tensors | {name: getattr(self.form, name) for name in names} | more)
+    def operands(self, direction: str) -> Operands:
+        """Of a backward with the exact statistics."""
+        x, weight, bias, gate, dy, _ = self.inputs
+        op = f"{self.norm}_norm_{WAYS[direction]}_{'of_gated' if self.form.combine else 'times_gate'}"
+        given = {"x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
+        given |= {name: getattr(self.form, name) for name in ("weight_offset", "activation", "groups")}
+        if direction == FORWARD:
+            return operands_of(op, (), given | {"eps": EPS, "rounds_x_hat": self.form.rounds_x_hat})
+        exact = forward(self.operands(FORWARD))
+        given |= {name: exact[name].float() for name in ("mean", "rstd") if name in exact}
+        given |= {"grad_out": dy, "output_mask": list(self.mask)[: 3 if self.places else 4]}
+        if self.places:
+            given |= dict(zip(("width", "x_at", "gate_at"), self.places, strict=True)) | {"rest": self.rest}
+        return operands_of(op + "_packed" * (self.places is not None), (), given)
 
     @property
     def forward(self) -> ForwardCall:
-        x, weight, bias, gate, _, _ = self.inputs
-        given = {"x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
-        return check_forward(self._operands("fwd", given, eps=EPS))
+        return check_forward(self.operands(FORWARD))
 
     @property
     def backward(self) -> BackwardCall:
-        """From the exact statistics. A gradient that is added to dh is none of the op's operands."""
-        x, weight, bias, gate, dy, added = self.inputs
-        _, mean, rstd, *_ = self.exact()
-        given = {"grad_out": dy, "x": x, "normalized_shape": (self.cols,), "gate": gate, "weight": weight, "bias": bias}
-        given |= {"rstd": rstd.float()} | ({} if mean is None else {"mean": mean.float()})
-        if self.places:
-            given |= dict(zip(("width", "x_at", "gate_at"), self.places, strict=True)) | {"rest": self.rest}
-        call = check_backward(self._operands("bwd", given, output_mask=list(self.mask)[: 3 if self.places else 4]))
+        """A gradient that is added to dh is none of the op's operands."""
+        call, added = check_backward(self.operands(BACKWARD)), self.inputs[-1]
         if added is None:
             return call
         return call._replace(problem=replace(call.problem, residual_dtype=added.dtype), residual_grad=added)
@@ -101,47 +102,19 @@ class Gated:
         """The gradient of the other columns."""
         return torch.arange(float(self.rows)).to(self.dtype)[:, None].repeat(1, self.places[0] - 2 * self.cols)
 
-    def exact(self) -> tuple[Tensor, ...]:
-        """(y, mean, rstd, dx, dweight, dbias, dgate) in float64, by autograd."""
-        x, weight, bias, gate, dy, added = (
-            None if each is None else each.double() if each.dim() == 1 else each.double().reshape(self.rows, self.cols)
-            for each in self.inputs
-        )
-        leaves = [each.requires_grad_() for each in (x, weight, bias, gate) if each is not None]
-        of = {"weight": weight, "bias": bias, "gate": gate}
-        h = COMBINE[self.form.combine](x, self.form, of)
-        x_hat, mean, rstd = normalized(self.norm, h, EPS, self.form.groups)
-        y = finished(x_hat, self.form._replace(rounds_x_hat=False), of, FP64)
-        outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
-        found = dict(zip(leaves, torch.autograd.grad(outputs, leaves, grads), strict=True))
-        gradients = (found.get(each) for each in (x, weight, bias, gate))
-        if self.form.rounds_x_hat:  # which gradients do not know of
-            _, weight, bias, *_ = self.inputs
-            y = finished(x_hat, self.form, {"weight": weight, "bias": bias, "gate": gate}, self.dtype)
-        return y.detach(), mean if mean is None else mean.detach(), rstd.detach().flatten(), *gradients
-
     def check_forward(self, outputs: tuple[Tensor, ...]) -> None:
-        want_y, _, want_rstd, *_ = self.exact()
-        y, _, rstd = outputs
-        epsilon = torch.finfo(y.dtype).eps
-        torch.testing.assert_close(rstd.flatten().double(), want_rstd, rtol=1e-5, atol=1e-7)
-        y = y.reshape(want_y.shape)
-        torch.testing.assert_close(y.double(), want_y, rtol=epsilon, atol=max(epsilon / 8, 2e-5))
+        operands = self.operands(FORWARD)
+        exact, y = forward(operands), outputs[0]
+        assert_near(operands, outputs, exact)
         if self.form.rounds_x_hat:
-            assert (y == want_y.to(y.dtype)).float().mean() > 0.97
+            assert (y == exact["y"].to(y.dtype)).float().mean() > 0.97
 
     def check_backward(self, outputs: tuple[Tensor | None, ...]) -> None:
-        """Fails unless each wanted gradient is near that of float64 by the rounding of its dtype, and no other is
-        there."""
-        wants = self.exact()[3:]
+        operands = self.operands(BACKWARD)
+        exact = backward(replace(self, places=None).operands(BACKWARD), self.inputs[-1])
         if self.places:
-            wants = (self._packed(wants[0], wants[3]), *wants[1:3])
-        for got, want, wanted in zip(outputs, wants, self.mask, strict=not self.places):
-            assert (got is not None) == (wanted and want is not None)
-            if got is not None:
-                epsilon = torch.finfo(got.dtype).eps
-                got = got.reshape(want.shape)
-                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=max(epsilon / 8, 5e-5))
+            exact["dx"] = self._packed(exact["dx"], exact["dgate"])
+        assert_near(operands, outputs, exact)
 
     def _packed(self, dx: Tensor, dgate: Tensor) -> Tensor:
         width, x_at, gate_at = self.places

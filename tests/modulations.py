@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from cases import BF16, EPS, FP16, FP32, FP64, statistics_of
+from cases import BF16, FP16, FP32, statistics_of
+from exact import assert_near, backward
 from torch import Tensor
 
-from bench.written import finished, normalized
-from fusednorm.forms import FormSpec
-from fusednorm.operands import FORMS, operands_of
+from fusednorm.operands import FORMS, Operands, operands_of
 from fusednorm.problem.calls import BackwardCall, check_backward
-from fusednorm.problem.rows import spread
 
 FORWARDS = [suffix[1:] for form, suffix, *_ in FORMS if form.modulate]
 OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"
@@ -88,39 +86,15 @@ class Modulated:
         return given | statistics_of(self.norm, given["x"]) | settings | {"normalized_shape": (self.cols,)}
 
     @property
-    def call(self) -> BackwardCall:
-        return check_backward(operands_of(self.op, (), self.arguments()))
+    def operands(self) -> Operands:
+        return operands_of(self.op, (), self.arguments())
 
-    def exact(self) -> dict[str, Tensor]:
-        """The gradients in float64, by autograd, of h, the branch and the tensors of the norm."""
-        given = {name: each.double() for name, each in self.tensors.items()}
-        dy, added = given.pop("grad_out"), given.pop("residual_grad", None)
-        leaves = {name: each.detach().clone().requires_grad_() for name, each in given.items()}
-        of = {name: spread(each, 3, 1) if name in ("scale", "shift", "gate") else each for name, each in leaves.items()}
-        h = of["x"]
-        if self.gate:  # plus a zero that has the derivatives of what was added to it
-            product = of["gate"] * of["branch"]
-            h = h + product - product.detach()
-        form = FormSpec(modulate=self.factor, weight_offset=self.weight_offset)
-        y = finished(normalized(self.norm, h, EPS)[0], form, of, FP64)
-        outputs, grads = ((y,), (dy,)) if added is None else ((y, h), (dy, added))
-        found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
-        return {f"d{name}": each for name, each in zip(leaves, found, strict=True)}
+    @property
+    def call(self) -> BackwardCall:
+        return check_backward(self.operands)
 
     def check(self, outputs: tuple[Tensor | None, ...]) -> None:
-        """Fails unless each wanted gradient is near that of float64 by the rounding of its dtype, and no other is
-        there."""
-        exact, given = self.exact(), self.tensors
-        for name, got, wanted in zip(OUTPUTS, outputs, self.mask, strict=True):
-            want, operand = exact.get(name), given.get(name[1:])
-            assert (got is not None) == (wanted and want is not None), name
-            if got is not None:
-                assert got.shape == operand.shape and got.is_contiguous() and got.dtype == operand.dtype, name
-                epsilon = torch.finfo(got.dtype).eps
-                terms = given["x"].numel() / got.numel()
-                near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
-                say = lambda text, name=name: f"{name}: {text}"  # noqa: E731
-                torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=near, msg=say)
+        assert_near(self.operands, outputs, backward(self.operands), growth=True)
 
 
 def some(*cases: Modulated) -> list[Modulated]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 from cases import BF16, EPS, FP16, FP32, statistics_of
+from exact import assert_near, backward, forward
 from torch import Tensor
 
-from fusednorm import reference
-from fusednorm.operands import Operands, Role, operands_of
+from fusednorm.operands import Operands, operands_of
 from fusednorm.problem.calls import BackwardCall, ForwardCall, check_backward, check_forward
 
 BATCH = 3  # x is [BATCH, rows, cols]
@@ -65,17 +65,14 @@ class Table:
         given |= statistics_of(self.norm, x) | {"grad_out": draw(*shape, dtype=self.dtype)}
         return given | {"residual_grad": row}
 
-    def _operands(self, given: dict[str, Tensor]) -> Operands:
+    @property
+    def operands(self) -> Operands:
         mask = [True, *[self.has_sums] * 4, True, self.has_sums]
         settings = {"output_mask": mask} if self.backward else {"eps": EPS}
         if self.form == "_of_gated_sum" and not self.backward:
             settings["rounds_sum"] = False
         op = f"{self.norm}_norm_bwd_modulated" if self.backward else f"{self.norm}_norm_fwd{self.form}_modulated"
-        return operands_of(f"{op}_by_index", (), given | settings | {"normalized_shape": (self.cols,)})
-
-    @property
-    def operands(self) -> Operands:
-        return self._operands(self.given)
+        return operands_of(f"{op}_by_index", (), self.given | settings | {"normalized_shape": (self.cols,)})
 
     @property
     def call(self) -> ForwardCall | BackwardCall:
@@ -85,23 +82,7 @@ class Table:
         return (check_backward if self.backward else check_forward)(self.operands._replace(row_index=index))
 
     def check(self, outputs: tuple[Tensor | None, ...]) -> None:
-        """Fails unless each output is near that of the same op in float64, of rows that torch has gathered."""
-        index, wide = self.given["row_index"].long(), {}
-        for name, each in self.given.items():
-            gathered = each[index] if name in ("scale", "shift", "gate") else each
-            wide[name] = gathered.double().flatten(0, 1) if gathered is not each else each.double()
-        wide["row_index"] = torch.arange(index.numel(), device=self.device).view_as(index)
-        operands = self._operands(wide)
-        exact = reference.formula(operands)
-        for of, got, want in zip(operands.outputs, outputs, exact, strict=True):
-            assert (got is None) == (want is None)
-            if got is not None:
-                if of.role is Role.TABLE:
-                    want = want.new_zeros(self.size, self.cols).index_add_(0, index.flatten(), want)
-                assert got.shape == want.shape and got.is_contiguous()
-                epsilon, terms = torch.finfo(got.dtype).eps, max(1, self.operands.x.numel() // got.numel())
-                near = max(epsilon / 8, 2e-5) * terms**0.5 * 2
-                torch.testing.assert_close(got.double(), want, rtol=epsilon + 2e-6, atol=near)
+        assert_near(self.operands, outputs, (backward if self.backward else forward)(self.operands), growth=True)
 
 
 # Rows and columns that end within a tile, dtypes, tables of one row, absent operands.

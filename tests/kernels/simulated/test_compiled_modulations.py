@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import BF16, EPS, FP32, FP64
+from cases import BF16, EPS, FP32
+from exact import assert_near, forward
 from modulations import FORWARDS, PORTABLE, SAMPLE, TOKEN, Modulated
 from simulator.host import outputs_of
 
@@ -80,7 +81,7 @@ def test_modulated_backwards_by_clusters_give_the_gradients_of_autograd_in_float
         ("layer", "modulated", 1, 9, 8192, None, FP32),
     ],
 )
-def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
+def test_modulated_forwards_by_rings_give_the_numbers_of_float64(
     norm, form, samples, rows, cols, parameters, modulations
 ):
     generator = torch.Generator().manual_seed(0)
@@ -92,13 +93,10 @@ def test_modulated_forwards_by_rings_give_the_numbers_of_the_formula_in_float64(
         weight, bias = torch.randn(2, cols, generator=generator).to(parameters)
         tensors |= {"weight": weight} | ({"bias": bias} if norm == "layer" else {})
     op, settings = f"{norm}_norm_fwd_{form}", {"normalized_shape": (cols,), "eps": EPS}
-    call = check_forward(operands_of(op, (), tensors | settings))
-    exact = reference.formula(operands_of(op, (), {name: each.to(FP64) for name, each in tensors.items()} | settings))
-    least = torch.finfo(BF16).eps
+    operands = operands_of(op, (), tensors | settings)
+    call, exact = check_forward(operands), forward(operands)
     for plan in rings(call):
-        for got, want in zip(outputs_of(call, plan), exact, strict=True):
-            if got is not None:
-                torch.testing.assert_close(got.double(), want, rtol=least, atol=least)
+        assert_near(operands, outputs_of(call, plan), exact)
 
 
 @pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
