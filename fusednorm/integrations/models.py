@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from .. import modules
@@ -161,6 +162,8 @@ def _replacement(module: nn.Module, known: dict) -> tuple[type, str]:
         raise Unrecognized("runs this package's kernels already")
     if "forward" in vars(module):
         raise Unrecognized("its forward was replaced on the instance")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Unrecognized("is scripted")
     if module._modules:
         raise Unrecognized("has modules inside, a parametrization for example")
     if any(map(nn.parameter.is_lazy, module._parameters.values())):

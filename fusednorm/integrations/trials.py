@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,11 @@ class Trial(NamedTuple):
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """What is active around a trial (modes, autocast, inference mode, no_grad) does not reach it."""
+    """What is active around a trial (modes, autocast, inference mode, no_grad) does not reach it, and forwards that are
+    compiled run as they are written: Dynamo reads attributes of its own."""
+    has_dynamo = "torch._dynamo" in sys.modules  # without it nothing is compiled, and its import takes a second
     with (
+        torch.compiler.set_stance("force_eager") if has_dynamo else contextlib.nullcontext(),
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -108,10 +108,10 @@ class Table:
         return [self.lines[key][width] for width in nearest if far[width] <= limits.most_distance]
 
 
-def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table | str:
-    """The table of a file, without widths whose lines are not known; or why it is none, in one sentence."""
+def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table | str | None:
+    """The table of a file, without widths that are not known; or why it is none, in one sentence; None: no file."""
     try:
-        first, *rest = path.read_text().splitlines()
+        first, *rest = path.expanduser().read_text().splitlines()
         head, widths, skipped = json.loads(first), None, 0
         if (form := head.pop("format")) != FORMAT:
             return f"{path} has format {form}, and this release reads format {FORMAT}"
@@ -126,8 +126,8 @@ def read(path: Path, is_known: Callable[[str], bool] = bool) -> Table | str:
             else:
                 skipped += 1
         return Table(**head | {"coefficients": Coefficients(**head["coefficients"])}, lines=lines, skipped=skipped)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path} is no table of plans: {type(error).__name__}: {error}"
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None if isinstance(error, FileNotFoundError) else f"{path} is no table of plans: {error!r}"
 
 
 @functools.cache
@@ -136,18 +136,15 @@ def shipped() -> tuple[Table, ...]:
 
 
 def user_file(gpu: str) -> Path:
-    """Where `tune` writes the table of a GPU."""
-    return Path.home() / ".cache" / "fusednorm" / "plans" / (re.sub("[^a-z0-9]+", "-", gpu.lower()) + ".jsonl")
+    """Where `tune` writes the table of a GPU. The home is not looked for: there may be none."""
+    return Path("~", ".cache", "fusednorm", "plans", re.sub("[^a-z0-9]+", "-", gpu.lower()) + ".jsonl")
 
 
 @functools.cache
 def of_user(gpu: str) -> Table | str | None:
     """The user's table of a GPU, without lines of another release, or why its file cannot be used; None: no file."""
-    try:
-        path = user_file(gpu)
-        table = read(path, _is_known) if path.exists() else None
-    except (OSError, RuntimeError):  # a home that another user owns, or none
-        return None
+    path = user_file(gpu)
+    table = read(path, _is_known)
     return f"{path} was measured on {table.gpu}" if isinstance(table, Table) and table.gpu != gpu else table
 
 

@@ -471,7 +471,7 @@ def run(options: argparse.Namespace, clock: Callable[[], float] = time.monotonic
     if not cells:
         print("tune: no cell was measured in this time", file=sys.stderr)
         return 1
-    write_table(cells, device, options.out or table.user_file(device.name), measured)
+    write_table(cells, device, options.out or table.user_file(device.name).expanduser(), measured)
     return 0
 
 
@@ -479,7 +479,7 @@ def _measured(
     options: argparse.Namespace, device: DeviceSpec, machine: dict[str, str], ends: Callable[[], bool]
 ) -> list[Cell]:
     """The cells of earlier runs and of this one, which an interrupt ends, too."""
-    path = table.user_file(device.name).with_suffix(".cells")
+    path = table.user_file(device.name).expanduser().with_suffix(".cells")
     text = path.read_text() if path.exists() else ""
     known = {(cell.task, cell.rows): cell for cell in _whole(text) if cell.times}
     asked = (task for dtype in options.dtype for task in of_widths(options.cols or (), dtype))

@@ -605,6 +605,23 @@ def test_a_register_of_classes_does_not_learn_of_those_made_at_run_time():
     assert registered == {"rms": RegisteredRMSNorm, "layer": RegisteredLayerNorm}
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_class_whose_forward_is_compiled_is_tried_as_it_is_written(fullgraph):
+    class CompiledRMSNorm(PlainRMSNorm):
+        forward = torch.compile(PlainRMSNorm.forward, backend="eager", fullgraph=fullgraph)
+
+    module, x = made(CompiledRMSNorm), torch.randn(3, COLS)
+    with fusednorm.patch_model(module) as patch:
+        assert len(patch.replaced) == 1, patch
+        y = module(x)
+    torch.testing.assert_close(y, module(x))
+
+
+def test_a_scripted_norm_is_left():
+    model = nn.Sequential(torch.jit.freeze(torch.jit.script(nn.LayerNorm(COLS).eval())))
+    assert not fusednorm.patch_model(model).replaced
+
+
 def test_a_class_that_forbids_assignments_is_no_obstacle():
     class FrozenRMSNorm(PlainRMSNorm):
         def __setattr__(self, name, value):

@@ -171,7 +171,7 @@ def test_without_a_home_that_can_be_read_there_is_no_table(home, monkeypatch):
     monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container may give a process a user that it does not know
     table.of_user.cache_clear()
-    assert table.of_user("a GPU") is None
+    assert "a-gpu.jsonl is no table of plans: " in table.of_user("a GPU")
 
 
 def assert_is_told(sentence):
