@@ -4,7 +4,8 @@
     python -m bench.heads --sweep --candidates ours
 
 Candidates: ours; "norms" and "cudnn", a norm of ours or a graph of cuDNN's for each of q and k, where nothing is
-rotated; the code of models, in eager mode and by torch.compile. The floor is a stream kernel for each direction with
+rotated; "unsloth", the kernels of its Qwen3, for RMSNorms before a rotation of halves, not packed, with weights of
+one head; the code of models, in eager mode and by torch.compile. The floor is a stream kernel for each direction with
 the same large reads and writes: of q and k, and of v's part of a packed gradient. Times with a rotation have the same
 floor: cos and sin are read beside it. Every candidate is compared with float64 first. One JSON line per candidate goes
 to heads.jsonl. --sweep also times other plans than the planner's. Processes compile the next cases meanwhile. Exit code
@@ -41,14 +42,14 @@ from fusednorm.tools.console import print_table
 
 from . import ahead
 from .cases import DTYPES, BenchCase, BenchInputs, dtype_name, make_parser
-from .forms import BLOCK, FACTOR, FLOOR, WAYS, Outputs, all_of, calls_of, errors_of, stream
-from .peers import cudnn
+from .forms import BLOCK, FACTOR, FLOOR, WAYS, Outputs, all_of, calls_of, errors_of, leaves_of, stream
+from .peers import cudnn, unsloth
 from .records import add_out_argument, describe_machine, lacks_gpu, results_path, save, time_fields
 from .timing import time_interleaved
 
 EPS = 1e-6
 ROTARY = "none", "halves", "pairs", "quarter"  # the last: halves of the first quarter of the columns
-NAMES = "ours", "norms", "cudnn", "inductor", "eager"
+NAMES = "ours", "norms", "cudnn", "unsloth", "inductor", "eager"
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,11 @@ class HeadCase:
     dtype: torch.dtype
     first: str = "norm"
     whole: bool = False  # a weight for all heads
+    frozen: bool = False  # no gradients of weights and biases
 
     def __str__(self) -> str:
-        kind = ("packed " if self.packed else "whole " if self.whole else "") + self.norm
+        kind = "packed " if self.packed else "whole " if self.whole else ""
+        kind += ("frozen " if self.frozen else "") + self.norm
         rotary = self.rotary + (" first" if self.first == "rotary" else "")
         return f"{kind} {self.tokens} x {self.heads}+{self.kv_heads} x {self.cols}, rotary {rotary}"
 
@@ -91,7 +94,7 @@ class HeadCase:
 
         both = {"q": make(1, self.tokens, self.heads, self.cols), "k": make(1, self.tokens, self.kv_heads, self.cols)}
         rows = {"qkv": make(1, self.tokens, (self.heads + 2 * self.kv_heads) * self.cols)} if self.packed else both
-        return rows | {name: make(size) for name, size in self.parameters.items()}
+        return rows | {name: make(size).requires_grad_(not self.frozen) for name, size in self.parameters.items()}
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -176,6 +179,10 @@ def by_cudnn() -> Callable[..., Outputs]:
     return run
 
 
+def by_unsloth(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
+    return unsloth.qk_norm_rope(**given, tables=tables, eps=EPS)
+
+
 def written(case: HeadCase, given: dict[str, Tensor], tables) -> Outputs:
     """As models write it."""
     both, rest = separate(case, given)
@@ -209,6 +216,8 @@ def candidates(case: HeadCase, names: list[str]) -> dict[str, Callable[..., Outp
     compiled = torch.compile(lambda given, tables: written(case, given, tables), fullgraph=True, dynamic=False)
     found = {"ours": ours, "inductor": lambda _, *given: compiled(*given), "eager": written}
     found |= {} if case.rotary != "none" else {"norms": norms, "cudnn": by_cudnn()}
+    if (case.norm, case.first, case.rotary, case.packed, case.whole) == ("rms", "norm", "halves", False, False):
+        found["unsloth"] = by_unsloth
     return {name: call for name, call in found.items() if name in names}
 
 
@@ -301,7 +310,10 @@ def calls_of_kernels(case: HeadCase) -> list[HeadCall]:
     parameters = {name: empty(size)[0, 0] for name, size in case.parameters.items()}
     tables = None if case.rotary == "none" else (empty(case.turned), empty(case.turned))
     forward = functional.operands(q, k, **parameters, rotary=tables, **case.settings)
-    return [each for way in head_call.both_ways(forward, packed, packing) for each in head_call.calls_of(way)]
+    forward, backward = head_call.both_ways(forward, packed, packing)
+    if case.frozen:
+        backward = backward._replace(output_mask=[*backward.output_mask[:-4], *[False] * 4])
+    return [each for way in (forward, backward) for each in head_call.calls_of(way)]
 
 
 def compile_jobs(case: HeadCase, device: DeviceSpec, options: argparse.Namespace) -> Iterator[tuple]:
@@ -309,8 +321,8 @@ def compile_jobs(case: HeadCase, device: DeviceSpec, options: argparse.Namespace
     kind = replace(case, tokens=4096)
     hows = [None, *(swept(kind, device).values() if options.sweep else ())]
     yield from ((compile_plans, kind, device, how) for how in hows)
-    if "inductor" in options.candidates:
-        yield from ((compile_graphs, case, gradients) for gradients in (False, True))
+    for name in candidates(case, [name for name in options.candidates if name in ("inductor", "unsloth")]):
+        yield from ((compile_candidate, case, name, gradients) for gradients in (False, True))
 
 
 def compile_plans(case: HeadCase, device: DeviceSpec, how: tuple[str, Shape] | None) -> None:
@@ -325,10 +337,10 @@ def compile_plans(case: HeadCase, device: DeviceSpec, how: tuple[str, Shape] | N
                 compilation.compile_for(each, device.arch)
 
 
-def compile_graphs(case: HeadCase, gradients: bool) -> None:
-    given, call = case.inputs(), candidates(case, ["inductor"])["inductor"]
+def compile_candidate(case: HeadCase, name: str, gradients: bool) -> None:
+    given, call = case.inputs(), candidates(case, [name])[name]
     tables = case.tables(next(iter(given.values())))
-    ahead.compile_call(lambda: call(case, given, tables), list(given.values()), gradients)
+    ahead.compile_call(lambda: call(case, given, tables), leaves_of(given), gradients)
 
 
 def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
@@ -336,7 +348,7 @@ def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
     torch.compiler.reset()
     given = case.inputs()
     tables = case.tables(next(iter(given.values())))
-    wide = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    wide = {name: each.detach().double().requires_grad_(each.requires_grad) for name, each in given.items()}
     outputs = tuple(each.detach() for each in written(case, given, tables))
     generator = torch.Generator("cuda").manual_seed(1)
     grads = tuple(torch.randn(o.shape, generator=generator, device="cuda", dtype=o.dtype) for o in outputs)
@@ -358,7 +370,7 @@ def measure(case: HeadCase, options: argparse.Namespace) -> Iterator[dict]:
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue
         excess[name] = max(e / max(w, torch.finfo(case.dtype).eps / 4) for e, w in zip(errors, least, strict=True))
-        for way, run in calls_of(lambda call=call: call(case, given, tables), list(given.values()), grads).items():
+        for way, run in calls_of(lambda call=call: call(case, given, tables), leaves_of(given), grads).items():
             if way in timed and (name not in others or way == others[name][0]):
                 timed[way][name] = _inside(plans, run)
     del exact
@@ -389,6 +401,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", nargs="+", choices=("norm", "rotary"), default=["norm"], help="default: norm")
     parser.add_argument("--whole", action="store_true", help="a weight for all heads; not packed")
     parser.add_argument("--packed", nargs="+", choices=("no", "yes"), default=["no"], help="default: no")
+    parser.add_argument("--frozen", nargs="+", choices=("no", "yes"), default=["no"], help="parameters (default: no)")
     parser.add_argument("--norms", nargs="+", choices=("rms", "layer"), default=["rms"], help="default: rms")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--directions", nargs="+", choices=WAYS, default=WAYS, help="default: all three")
@@ -404,9 +417,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_cases(options: argparse.Namespace) -> Iterator[HeadCase]:
-    of = options.norms, options.dims, options.heads, options.packed, options.rotary, options.first, options.tokens
-    for norm, cols, heads, packed, rotary, first, tokens in itertools.product(*of):
-        kind = packed == "yes", norm, DTYPES[options.dtype], first, options.whole
+    of = options.norms, options.dims, options.heads, options.packed, options.frozen, options.rotary, options.first
+    for norm, cols, heads, packed, frozen, rotary, first, tokens in itertools.product(*of, options.tokens):
+        kind = packed == "yes", norm, DTYPES[options.dtype], first, options.whole, frozen == "yes"
         if rotary != "none" or first == "norm":
             yield HeadCase(tokens, *map(int, heads.split("+")), cols, rotary, *kind)
 

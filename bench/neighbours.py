@@ -12,7 +12,8 @@ TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
 PEERS = ("inductor", "liger", "fla")
 FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[name] for name in PEERS}}
-HEAD_CANDIDATES = {"ours": "ours", "norms": "our norms, apart", "cudnn": NAMES["cudnn"], "inductor": NAMES["inductor"]}
+HEAD_PEERS = ("cudnn", "unsloth", "inductor")
+HEAD_CANDIDATES = {"ours": "ours", "norms": "our norms, apart", **{name: NAMES[name] for name in HEAD_PEERS}}
 
 
 def forms(gpu: str) -> str:
@@ -53,6 +54,7 @@ def heads(gpu: str) -> str:
     for r in records_of("heads", gpu):
         if r.get("median_us") and r["candidate"] in HEAD_CANDIDATES:
             kind = "packed, " if r["packed"] else "of all heads, " if r.get("whole") else ""
+            kind += "frozen, " if r.get("frozen") else ""
             first = " first" if r.get("first") == "rotary" else ""
             shape = f"{r['tokens']} x {r['heads']}+{r['kv_heads']} x {r['cols']}"
             case = f"{NAMES[r['norm']]}, {kind}rotary {r['rotary']}{first}", shape

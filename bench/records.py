@@ -28,7 +28,7 @@ from .peers import packages
 from .timing import Times
 
 RESULTS = Path(__file__).parent / "results"
-PEER_DISTRIBUTIONS = ("nvidia-cudnn-frontend", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "fla-core")
+PEER_DISTRIBUTIONS = "nvidia-cudnn-frontend quack-kernels nvidia-cutlass-dsl liger-kernel fla-core unsloth".split()
 # The fields that identify a cell: records that agree in them are the same measurement, repeated.
 CELL = tuple("gpu norm direction rows cols x_dtype weight_dtype token_stride frozen residual_dtype".split())
 

@@ -22,7 +22,7 @@ SHAPES = [parse_shape(text).sizes for text in SHAPE_SETS["proof"]]
 NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "aten": "ATen", "cudnn": "cuDNN", "quack": "QuACK", "liger": "Liger",
          "inductor": "torch.compile", "inductor_mix": "torch.compile, mix-order", FLOOR: "floor", OURS: "fusednorm",
          "batch_invariant": "fusednorm, batch_invariant", "ordered_sums": "fusednorm, ordered sums of 4 blocks",
-         "gpt2": "GPT-2", "llama": "Llama", "fla": "FLA"}  # fmt: skip
+         "gpt2": "GPT-2", "llama": "Llama", "fla": "FLA", "unsloth": "Unsloth"}  # fmt: skip
 PEERS = ("cudnn", "quack", "inductor", "liger", "aten")
 DIRECTIONS = ("backward", "forward")
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}

@@ -95,3 +95,5 @@ def test_every_kernel_that_a_cache_keeps_has_a_job():
     options = heads.parse("--tokens 8 16 --rotary none".split())
     of = [set(heads.compile_jobs(case, H200, options)) for case in heads.make_cases(options)]
     assert [len(jobs) for jobs in of] == [3, 3] and len(of[0] | of[1]) == 5  # no build of ours depends on the tokens
+    (case,) = heads.make_cases(heads.parse("--tokens 8 --rotary halves --frozen yes".split()))
+    assert (heads.compile_candidate, case, "unsloth", True) in set(heads.compile_jobs(case, H200, options))
