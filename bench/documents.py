@@ -89,7 +89,7 @@ SENTENCES: dict[str, list[tuple[str, Callable[[], list | tuple]]]] = {
          lambda: [f"{ratio:.2f}" for ratio in zoo.gains()]),
         ("{} to {}% for a GPT-2 like one", lambda: _percent(tables.step_gains("gpt2", 2), 1)),
         ("{} to {}% for a Llama like one", lambda: _percent(tables.step_gains("llama", 2), 1)),
-        ("an op takes {} to {} times as long as PyTorch's in plain Python",
+        ("in plain Python an op takes {} to {} times as long as PyTorch's",
          lambda: _times(tables.op_host_ratios(False))),
         ("{} to {} times in C++", lambda: _times(tables.op_host_ratios(True))),
         ("{} to {} times as long as alone", lambda: _times(
