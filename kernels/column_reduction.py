@@ -18,23 +18,15 @@ from triton.experimental.gluon import language as gl
 
 from . import ring
 from .gluon_compat import reinterpret
+from .loads import chosen
 from .ring import Position, Rings
 
 # --- Rows through registers: any strides, any architecture ---
 
 
 @triton.jit
-def pick(choices, which):
-    """choices[which] of a tuple of scalars."""
-    chosen = choices[0]
-    for i in tl.static_range(1, len(choices)):
-        chosen = tl.where(which == i, choices[i], chosen)
-    return chosen
-
-
-@triton.jit
 def load_tile(inputs, row_strides, which, row, col, rows, cols):
-    target = pick(inputs, which) + row * pick(row_strides, which) + col
+    target = chosen(inputs, which) + row * chosen(row_strides, which) + col
     return tl.load(target, mask=(row < rows) & (col < cols), other=0.0)
 
 
@@ -79,8 +71,8 @@ def sum_rows(
     if total:
         acc = add_rows(acc, inputs, row_strides, col, rows, cols, tile)
     else:
-        acc = add_rows(acc, (pick(inputs, output),), (pick(row_strides, output),), col, rows, cols, tile)
-    out = pick(outs, output)
+        acc = add_rows(acc, (chosen(inputs, output),), (chosen(row_strides, output),), col, rows, cols, tile)
+    out = chosen(outs, output)
     target = out + tl.program_id(1).to(tl.int64) * cols + col
     tl.store(target, tl.sum(acc, axis=0)[None, :].to(out.dtype.element_ty), mask=col < cols)
 
@@ -199,7 +191,7 @@ def sum_and_store(descs, outs, rows, cols, total: gl.constexpr, tile: gl.constex
         sums = sum_tiles(descs, left, rows, tile)
     else:
         sums = sum_tiles((pick_descriptor(descs, gl.program_id(2)),), left, rows, tile)
-    out = pick(outs, gl.program_id(2))
+    out = chosen(outs, gl.program_id(2))
     col = left + gl.arange(0, tile.chunk, gl.SliceLayout(0, gl.SliceLayout(0, tile_layout(tile))))
     target = out + gl.program_id(1).to(gl.int64) * cols + col
     gl.store(target, sums.to(out.dtype.element_ty), mask=col < cols)

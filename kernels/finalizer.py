@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .loads import divisible, load_if, number
+from .loads import chosen, divisible, load_if, number
 from .ptx import wait_for_prerequisites
 from .rowmath import widen
 
@@ -103,15 +103,6 @@ def add_blocks(sum_ptrs, out_ptrs, num_blocks, cols, stride, tile: tl.constexpr)
                 for i in tl.static_range(tile.loads):
                     total += sums[i]
             tl.store(out_ptrs[s] + col, total.to(out_ptrs[s].dtype.element_ty), mask=in_range)
-
-
-@triton.jit
-def chosen(choices, nth):
-    """The nth of a tuple."""
-    found = choices[0]
-    for i in tl.static_range(1, len(choices)):
-        found = tl.where(nth == i, choices[i], found)
-    return found
 
 
 @triton.jit

@@ -126,6 +126,15 @@ def number(odd):
 
 
 @triton.jit
+def chosen(choices, nth):
+    """The nth of a tuple."""
+    found = choices[0]
+    for i in tl.static_range(1, len(choices)):
+        found = tl.where(nth == i, choices[i], found)
+    return found
+
+
+@triton.jit
 def of_group(ptr, step, tile: tl.constexpr):
     """The pointer to what the CTA's group of columns has, `step` elements behind that of the group before. None as it
     is."""

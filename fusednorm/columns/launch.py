@@ -20,13 +20,14 @@ from ..host.tiles import tile_map
 from ..kernels import column_reduction
 from ..kernels.config import ColumnTile
 from ..operands import Role
+from ..planner.budget import VECTOR_BYTES
 from ..planner.norm_problem import ALIGNMENT
 from ..planner.plan import ReferencePlan
 from ..problem.rows import RowView
 from ..problem.validation import require_memory
 from ..settings import invariance
 from . import plan as column_plan
-from .plan import VECTOR_BYTES, Choice, PortableSum, RingSum, SumPlan
+from .plan import Choice, PortableSum, RingSum, SumPlan
 from .problem import ColumnSumCall, ColumnSumProblem
 from .reference import formula
 

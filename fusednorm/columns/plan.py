@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..planner import limits
-from ..planner.budget import RESERVED_SMEM_BYTES, WARP_SIZE, register_limit
+from ..planner.budget import RESERVED_SMEM_BYTES, VECTOR_BYTES, WARP_SIZE, register_limit
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS, OLDEST_ARCH, OLDEST_TMA_ARCH
 from ..planner.plan import ReferencePlan
@@ -64,8 +64,6 @@ class Choice(NamedTuple):
 
 
 # --- Ring ---
-
-VECTOR_BYTES = 16  # per load of a thread
 
 
 def ring_fault(problem: ColumnSumProblem, rows: int, device: DeviceSpec) -> str | None:

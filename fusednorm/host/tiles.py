@@ -11,14 +11,13 @@ from ..dtypes import DTYPE_NAMES
 from ..kernels.config import ColumnTile, Norm, RingTile, Tile
 from ..kernels.rowmath import form_of
 from ..operands import Role
+from ..planner.budget import VECTOR_BYTES
 from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnRingPlan, ColumnTilePlan, MultiWavePlan, RingPlan
 from ..problem.calls import BackwardCall, ForwardCall
 from ..problem.rows import RowView
 from .derived import of_ring
 from .program import Map, Number
-
-VECTOR_BYTES = 16  # bytes of one load or store of a thread
 
 
 def rounds_u(problem: NormProblem) -> bool:

@@ -16,6 +16,7 @@ from .norm_problem import NormProblem
 from .plan import MAX_REGISTERS, MultiWavePlan, PipelinedPlan, Plan, RingPlan
 
 WARP_SIZE = 32
+VECTOR_BYTES = 16  # of one load or store of a thread
 REGISTER_STEP = 8  # registers per thread are allocated in multiples of 8
 RESERVED_SMEM_BYTES = 1024  # per CTA, for the driver
 PRODUCER_REGISTERS = 24

@@ -18,8 +18,7 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
 from ..host.launcher import Launch
-
-WARP_SIZE = 32
+from ..planner.budget import WARP_SIZE
 
 
 class UnknownTriton(ImportError):

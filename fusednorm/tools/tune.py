@@ -49,7 +49,7 @@ MOST_NARROW_ELEMENTS = 2**26  # of x with as many rows or more: 2^20 of 64 colum
 MOST_CANDIDATES = 16  # that are timed of a problem: the first, in the order of variants in use and of their frames
 ROUNDS = 7
 SHORT_US, ROUNDS_IF_SHORT = 20, 21  # seven rounds of one allocation find differences of 3% between plans of 6 us
-FLUSH_BYTES = 256 << 20  # above any L2 so far
+FLUSH_BYTES = 256 << 20  # above any L2 so far (B200: 126 MB)
 MOST_TRIES = 9  # at a call that the host enqueues before L2 is flushed: other processes may take its core
 STEPS = 4  # row counts that are looked at from one that was measured to the next
 
