@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import hypothesis
 import torch
 
-from fusednorm.dtypes import DTYPES
-from fusednorm.forms import FormSpec
+from fusednorm.dtypes import DTYPES, accumulation_dtype
 from fusednorm.host.gpus import with_installed_triton
+from fusednorm.operands import OPS, WAYS, BackwardOperands, ForwardOperands, Role, operands_of
 from fusednorm.planner.device import A100, B200, GB10, GB300, H200, RTX_3090, RTX_4090, RTX_5090, DeviceSpec
 from fusednorm.planner.norm_problem import NormProblem
 from fusednorm.planner.plan import Plan, grid_of
+from fusednorm.problem.calls import Added, check, check_backward, check_forward
+from fusednorm.problem.rows import RowView, Sharing
 
 ARCHITECTURES = {spec.arch: with_installed_triton(spec) for spec in (A100, H200, B200, GB300, RTX_5090)}
 # Devices whose resources lie between those above, or equal them: only long commands try them, not the tests.
@@ -54,30 +57,45 @@ def make_problem(
     return NormProblem(norm, direction, cols, x_dtype, weight_dtype, bias_dtype, grad_dtype, **fields | changes)
 
 
+def make_form(
+    op: str, cols: int, dtype: str, weight="", other="", modulation="", by_sample=True, is_stream=False, **settings
+) -> NormProblem:
+    """The problem of an op of a form with contiguous rows, all of one sample, and every gradient wanted. `other` is the
+    dtype of a residual or a gate, an empty one that of x. A backward may get the gradient of a stream. Settings may
+    name tensors that are absent."""
+    sizes, x_dtype = (1, SAMPLE_ROWS), DTYPES[dtype]
+    weight_dtype = None if weight == "none" else DTYPES[weight or dtype]
+    found: dict[str, Any] = {"normalized_shape": (cols,), "eps": 1e-5, "y_dtype": x_dtype}
+    kinds = {
+        Role.ROWS: ((*sizes, cols), x_dtype),
+        Role.PACKED_ROWS: ((*sizes, cols), x_dtype if is_stream else None),
+        Role.PARAMETER: ((cols,), weight_dtype),
+        Role.STATISTIC: ((*sizes, 1), accumulation_dtype(x_dtype)),
+        Role.MODULATION: ((1, 1 if by_sample else SAMPLE_ROWS, cols), DTYPES[modulation or dtype]),
+    }
+    for slot in OPS[op].inputs:
+        shape, kind = kinds.get(slot.role, ((), None))
+        if slot.name in ("residual", "gate") and slot.role is Role.ROWS:
+            kind = DTYPES[other or dtype]
+        if kind and not (slot.name == "bias" and OPS[op].norm == "rms"):
+            found[slot.name] = torch.empty(shape, dtype=kind, device="meta")
+    return check(operands_of(op, (), found | settings)).problem
+
+
 def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **steps) -> NormProblem:
     """A forward with a residual of dtype `residual` (an empty one: that of x), which is added to x, and the sum is an
     output; or else (finish="add") to y."""
-    form = FormSpec(combine="" if finish else "add", finish=finish, **steps)
-    rows = (DTYPES[residual or dtype],)
-    of_form = {"form": form, "rows_in": rows, "names_in": ("residual",), "rows_out": rows[: form.rows_out]}
-    return make_problem(norm, cols, dtype, direction="forward", **of_form)
+    op = f"{norm}_norm_fwd_{'plus_residual' if finish else 'of_sum'}"
+    return make_form(op, cols, dtype, other=residual, **steps)
 
 
 def make_modulated(
-    norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", by_sample=True, **steps
+    norm="layer", cols=4096, dtype="bf16", modulation="", direction="forward", by_sample=True
 ) -> NormProblem:
     """A norm without parameters, with a scale and a shift for each sample, or else (a backward) for each row, of dtype
     `modulation` (an empty one: that of x)."""
-    form, of = FormSpec(modulate="one_plus", **steps), DTYPES[modulation or dtype]
-    if not by_sample:
-        of_rows = {"rows_in": (of,), "names_in": ("scale",), "rows_out": (of, of), "stored": (0, 1, 2)}
-        return make_problem(norm, cols, dtype, "none", form=form, **of_rows)
-    if direction == "backward":
-        of_samples = {"by_sample": 2, "shared": (of,), "names_shared": ("scale",)}
-        of_samples |= {"summed": (1, 2), "sums_out": (of, of)}
-        return make_problem(norm, cols, dtype, "none", form=form, **of_samples)
-    of_samples = {"shared": (of, of), "names_shared": ("scale", "shift")}
-    return make_problem(norm, cols, dtype, "none", direction="forward", form=form, **of_samples)
+    op, absent = f"{norm}_norm_{WAYS[direction]}_modulated", {"branch": None, "gate": None}
+    return make_form(op, cols, dtype, "none", modulation=modulation, by_sample=by_sample, **absent)
 
 
 def make_gated_sum(
@@ -85,32 +103,18 @@ def make_gated_sum(
 ) -> NormProblem:
     """The backward of a norm of residual + gate * x with a scale, a shift and a gate for each sample, or else for each
     row, and the gradient of the sum."""
-    form, of, x_dtype = FormSpec(modulate="one_plus"), DTYPES[modulation or dtype], DTYPES[dtype]
-    if by_sample:
-        beside = {"rows_in": (x_dtype,), "names_in": ("branch",), "rows_out": (x_dtype,), "stored": (0, 3)}
-        beside |= {"by_sample": 3, "shared": (of, of), "names_shared": ("scale", "gate"), "summed": (1, 2, 4)}
-        beside["sums_out"] = of, of, of
-    else:
-        beside = {"rows_in": (of, x_dtype, of), "names_in": ("scale", "branch", "gate"), "stored": (0, 1, 2, 3, 4)}
-        beside["rows_out"] = of, of, x_dtype, of
-    return make_problem(norm, cols, dtype, weight, form=form, residual_dtype=x_dtype, **beside | changes)
+    of = {"modulation": modulation, "by_sample": by_sample, "is_stream": True}
+    return replace(make_form(f"{norm}_norm_bwd_modulated", cols, dtype, weight, **of), **changes)
 
 
 def make_gated(norm="rms", cols=128, dtype="bf16", gate="", direction="backward", after=True, **changes) -> NormProblem:
     """A norm that is multiplied by a gate after it, or else before."""
-    form = FormSpec(finish="gate") if after else FormSpec(combine="gate")
-    rows, backward = (DTYPES[gate or dtype],), direction == "backward"
-    of_form = {"form": form, "rows_in": rows, "names_in": ("gate",)}
-    of_form |= {"rows_out": rows, "stored": (0, 1)} if backward else {}
-    return make_problem(norm, cols, dtype, direction=direction, **of_form | changes)
+    op = f"{norm}_norm_{WAYS[direction]}_{'times_gate' if after else 'of_gated'}"
+    return replace(make_form(op, cols, dtype, other=gate), **changes)
 
 
 def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     """A call, on meta tensors or those of another device, whose problem is `problem` (contiguous rows)."""
-    from fusednorm.operands import BackwardOperands, ForwardOperands, Role
-    from fusednorm.problem.calls import Added, check_backward, check_forward
-    from fusednorm.problem.rows import RowView, Sharing
-
     def meta(shape, dtype):
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
 
