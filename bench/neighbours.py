@@ -35,11 +35,11 @@ def forms(gpu: str) -> str:
     return table(["norm and form", "rows x cols", *FORM_CANDIDATES.values()], lines)
 
 
-def backward_ratio(peer: str, gpu: str = "H200") -> float:
+def backward_ratio(peer: str) -> float:
     """The geometric mean of a peer's backwards with gates or modulations over ours. Those with tables are left out:
     ours have other kernels than when they were timed."""
     found: dict[tuple, dict[str, float]] = {}
-    for r in records_of("forms", gpu):
+    for r in records_of("forms"):
         is_one = "gate" in r["form"] or r["form"].endswith("modulated")
         if is_one and r["direction"] == "backward" and r.get("median_us") and not r.get("table"):
             case = r["norm"], r["form"], variant(r), r["rows"], r["cols"], r.get("samples")

@@ -280,7 +280,7 @@ BACKWARDS_OF_FORMS = *SUMMANDS_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS
 OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS, *INDEXED_OPS)}
 
 
-def _together(parts: Sequence[tuple], last: tuple = ()) -> tuple:
+def _together(parts: Sequence[tuple], last: tuple) -> tuple:
     """The slots or outputs of several ops, by name, with those of the `last` op as it has them. One of the others is
     optional if an op lacks it."""
     found: dict[str, Any] = {}

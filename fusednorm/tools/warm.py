@@ -349,13 +349,13 @@ def distinct(launches: Launches, device: DeviceSpec) -> list:
     return list(builds.values())
 
 
-def compile_builds(builds: list, device: DeviceSpec, processes: int | None = None) -> None:
+def compile_builds(builds: list, device: DeviceSpec, processes: int | None) -> None:
     """Build the kernels that are not in Triton's on-disk cache. Raises RuntimeError, or the compiler's own error if the
     build runs in this process."""
     wait_for(start_workers(builds, device, processes))
 
 
-def start_workers(builds: list, device: DeviceSpec, processes: int | None = None) -> list[subprocess.Popen]:
+def start_workers(builds: list, device: DeviceSpec, processes: int | None) -> list[subprocess.Popen]:
     """Processes that do so; none if there is so little to build that it is built here."""
     from . import compilation
 
