@@ -56,9 +56,9 @@ def rms_norm(
 
     Takes float16, bfloat16, float32 and float64; weight may have its own dtype. eps None is the machine epsilon of
     float32 (of float64 for float64 input). Returns a tensor of input's shape and dtype (under CUDA autocast float32 if
-    the installed torch returns that). The result is always contiguous; torch.nn.functional.rms_norm instead keeps the
-    memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd does, and
-    torch.nn.functional's TypeError for an argument of another type.
+    the installed torch returns that). Our kernels' result is contiguous; torch.nn.functional.rms_norm, which runs CPU
+    tensors, keeps the memory format of a channels-last input. Raises RuntimeError as torch.ops.fusednorm.rms_norm_fwd
+    does, and torch.nn.functional's TypeError for an argument of another type.
     """
     y = native.y_of("rms_norm_fwd", (input, normalized_shape, weight, eps))
     return _in_python("rms", input, normalized_shape, eps, weight) if y is None else y

@@ -37,8 +37,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """torch.nn.RMSNorm that runs this package's kernels on CUDA tensors. Arguments, shapes and dtypes are the same.
 
     The weight may have another dtype than the input. The backward computes no gradient for a weight that does not
-    require grad. The output is always contiguous; torch.nn.RMSNorm instead keeps the memory format of a channels-last
-    input. A scripted module (torch.jit.script) runs ATen's op and loads without this package.
+    require grad. Our kernels' output is contiguous; torch.nn.RMSNorm's has the memory format of a channels-last input,
+    also on a CPU here. A scripted module (torch.jit.script) runs ATen's op and loads without this package.
     """
 
     def forward(self, x: Tensor) -> Tensor:
