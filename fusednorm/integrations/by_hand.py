@@ -91,7 +91,8 @@ class Formula:
     eps_name: str
     inputs: tuple[str, ...]  # the names of its forward's arguments
     parameters: tuple[str, ...]  # "weight" and "bias", if it has them: asking for one that is absent is slow
-    ranks: frozenset[int]  # the numbers of dims of x for which the module computes it
+    width: int | None  # the columns of x for which the module computes it, if it has no weight but a normalized_shape
+    ranks: frozenset[int]  # the numbers of dims of x for which it computes it
     any_gate: bool  # whether the dtype of y is the same for a gate of another dtype than x's
     # By the dtypes of x and weight: whether x_hat is rounded before the weight, and the dtype of y.
     roundings: dict[tuple[torch.dtype, torch.dtype | None], tuple[bool, torch.dtype]] = field(hash=False)
@@ -115,6 +116,8 @@ class NormByHand(nn.Module):
         bias = parameter(self, "bias") if "bias" in formula.parameters else None
         x = inputs[0]
         if not _are_plain(inputs, weight, formula.any_gate) or x.dim() not in formula.ranks:
+            return super().forward(*args, **kwargs)
+        if formula.width is not None and x.shape[-1] != formula.width:
             return super().forward(*args, **kwargs)
         roundings = formula.roundings.get((x.dtype, None if weight is None else weight.dtype))
         if roundings is None:
@@ -163,10 +166,16 @@ class Subject(NamedTuple):
     inputs: tuple[str, ...]  # the names of its forward's arguments: x, or x and a gate
 
     @property
+    def width(self) -> int | None:
+        """Formula.width."""
+        weight, shape = self.module._parameters.get("weight"), getattr(self.module, "normalized_shape", None)
+        return shape[0] if weight is None and type(shape) is tuple and len(shape) == 1 else None
+
+    @property
     def cols(self) -> tuple[int, ...]:
         """The widths of rows to try."""
-        weight = self.module._parameters.get("weight")
-        return TRIAL_COLS if weight is None else (len(weight),)
+        weight, width = self.module._parameters.get("weight"), self.width
+        return (len(weight),) if weight is not None else TRIAL_COLS if width is None else (width,)
 
     def trial(
         self,
@@ -234,7 +243,8 @@ def _by_trial(subject: Subject) -> Formula:
     with undisturbed(), _StockNorms() as stock:
         own = tuple(name for name in PARAMETERS if hasattr(subject.module, name))
         roundings = _roundings(subject, computes)
-        formula = Formula(computes, subject.eps_name, subject.inputs, own, ranks, _takes_any_gate(subject), roundings)
+        names = subject.eps_name, subject.inputs, own
+        formula = Formula(computes, *names, subject.width, ranks, _takes_any_gate(subject), roundings)
     if any(call.input.dtype in SIXTEEN_BITS for call in stock.calls):
         raise Unrecognized("calls torch's own norm, which follows autocast: enable_eager() covers it")
     return formula

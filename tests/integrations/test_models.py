@@ -111,6 +111,16 @@ class WideningLayerNorm(nn.LayerNorm):
         return F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps).type_as(input)
 
 
+class WideningPlainLayerNorm(nn.LayerNorm):
+    """Without a weight, as diffusers' Wan has it before modulations."""
+
+    def __init__(self, cols=COLS):
+        super().__init__(cols, elementwise_affine=False)
+
+    def forward(self, input):
+        return F.layer_norm(input.float(), self.normalized_shape, eps=self.eps).to(input.dtype)
+
+
 class HandingOnRMSNorm(nn.RMSNorm):
     def __init__(self, cols=COLS):
         super().__init__((2, cols // 2))
@@ -119,7 +129,7 @@ class HandingOnRMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
-LAYER_NORMS = [WrittenOutLayerNorm, WideningLayerNorm]
+LAYER_NORMS = [WrittenOutLayerNorm, WideningLayerNorm, WideningPlainLayerNorm]
 BY_HAND = [PlainRMSNorm, CenteredRMSNorm, RootLayerNorm, UnweightedRMSNorm, Scale, *LAYER_NORMS]
 
 
@@ -636,7 +646,6 @@ def test_a_class_that_forbids_assignments_is_no_obstacle():
     assert type(module) is FrozenRMSNorm
 
 
-# RootLayerNorm branches on the weight's dtype, which fx cannot trace.
 @pytest.mark.parametrize("make", [ChannelsFirstRMSNorm, FlatteningRMSNorm])
 def test_x_of_a_rank_for_which_the_module_computes_something_else_runs_the_own_forward(make):
     norm, image, text = made(make), torch.randn(2, COLS, 4, COLS), torch.randn(2, 3, COLS)
@@ -648,6 +657,18 @@ def test_x_of_a_rank_for_which_the_module_computes_something_else_runs_the_own_f
     assert log.names.count("fusednorm.rms_norm_fwd_affine.default") == 1
 
 
+def test_x_of_another_width_than_a_norm_without_a_weight_is_of_runs_the_own_forward():
+    class GroupedLayerNorm(WideningPlainLayerNorm):
+        def forward(self, input):
+            return super().forward(input.unflatten(-1, (-1, COLS))).flatten(-2)
+
+    norm, groups = made(GroupedLayerNorm), torch.randn(3, 2 * COLS)
+    want = norm(groups)
+    assert len(fusednorm.patch_model(norm).replaced) == 1
+    assert torch.equal(norm(groups), want)
+
+
+# RootLayerNorm branches on the weight's dtype, which fx cannot trace.
 @pytest.mark.parametrize("make", [each for each in [*BY_HAND, *STOCK] if each is not RootLayerNorm])
 def test_a_patched_model_can_be_traced_by_fx(make):
     model, x = nn.Sequential(made(make)), torch.randn(3, COLS)
