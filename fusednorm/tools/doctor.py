@@ -150,9 +150,11 @@ def check_compiler() -> list[Finding]:
     """Check that Triton can compile its C launchers: one per kernel, with $CC, gcc or clang, against Python's
     headers."""
     status = "problem" if torch.cuda.is_available() else "note"
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    named = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, named)), None)
     if compiler is None:
-        return [Finding(status, "compiler", "no gcc or clang: Triton needs a C compiler to launch kernels on a GPU")]
+        text = f"no {' or '.join(named)}: Triton needs a C compiler to launch kernels on a GPU"
+        return [Finding(status, "compiler", text)]
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
         return [Finding(status, "compiler", f"{compiler}, but no {header}: Triton needs Python's headers on a GPU")]
@@ -166,7 +168,7 @@ def check_cache() -> list[Finding]:
 
     folder = Path(knobs.cache.dir)
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return [Finding("problem", "cache", f"{folder} is not writable: Triton cannot keep compiled kernels")]
     free = shutil.disk_usage(existing).free / 2**30
     text = f"{folder} for compiled kernels, {free:.1f} GiB free"

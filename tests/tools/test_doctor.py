@@ -75,6 +75,17 @@ def test_gpus_before_sm_80_are_problems():
     assert doctor.describe_gpu(gpu(8, 0)) == Finding("ok", "device", "X, sm_80, 4 SMs, 1 GiB")
 
 
+def test_a_compiler_that_is_named_but_not_there_and_a_cache_inside_of_a_file_are_told(tmp_path, monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    (finding,) = doctor.check_compiler()
+    assert finding.status != "ok" and finding.text.startswith("no no-such-compiler -m64: Triton needs a C compiler")
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    (tmp_path / "file").touch()
+    assert doctor.check_cache()[0].status == "problem"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
     from triton import knobs
