@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 
 from .records import by_day
-from .tables import NAMES, microseconds, records_of, source, table
+from .tables import NAMES, Ahead, microseconds, records_of, source, table
 from .zoo.models import MODELS
 
 TITLES = {name: model.title for name, model in MODELS.items()}
 FORM_WAYS = ("forward", "backward", "both")
+SAMPLES = 4  # of a modulated form, if its row names no other number
 PEERS = ("inductor", "liger", "fla")
 FORM_CANDIDATES = {"ours": "ours", "plain": "the norm alone", **{name: NAMES[name] for name in PEERS}}
 HEAD_PEERS = ("cudnn", "unsloth", "inductor")
@@ -21,8 +23,7 @@ def forms(gpu: str) -> str:
     found: dict[tuple, dict[tuple, dict]] = {}
     for r in records_of("forms", gpu):
         if r.get("median_us"):
-            case = f"{NAMES[r['norm']]} {r['form']}{variant(r)}", f"{r['rows']}x{r['cols']}"
-            found.setdefault(case, {})[r["candidate"], r["direction"]] = r
+            found.setdefault(form_case(r), {})[r["candidate"], r["direction"]] = r
     lines = []
     for case, records in sorted(found.items(), key=lambda item: item[0][0]):
         line = [*case]
@@ -42,8 +43,7 @@ def backward_ratio(peer: str) -> float:
     for r in records_of("forms"):
         is_one = "gate" in r["form"] or r["form"].endswith("modulated")
         if is_one and r["direction"] == "backward" and r.get("median_us") and not r.get("table"):
-            case = r["norm"], r["form"], variant(r), r["rows"], r["cols"], r.get("samples")
-            found.setdefault(case, {})[r["candidate"]] = r["times_floor"]
+            found.setdefault(form_case(r), {})[r["candidate"]] = r["times_floor"]
     both = (each for each in found.values() if {peer, "ours"} <= each.keys())
     return statistics.geometric_mean(each[peer] / each["ours"] for each in both)
 
@@ -53,18 +53,41 @@ def heads(gpu: str) -> str:
     found: dict[tuple, dict[str, dict[str, str]]] = {}
     for r in records_of("heads", gpu):
         if r.get("median_us") and r["candidate"] in HEAD_CANDIDATES:
-            kind = "packed, " if r["packed"] else "of all heads, " if r.get("whole") else ""
-            kind += "frozen, " if r.get("frozen") else ""
-            first = " first" if r.get("first") == "rotary" else ""
-            shape = f"{r['tokens']} x {r['heads']}+{r['kv_heads']} x {r['cols']}"
-            case = f"{NAMES[r['norm']]}, {kind}rotary {r['rotary']}{first}", shape
-            found.setdefault(case, {}).setdefault(r["candidate"], {})[r["direction"]] = f"{r['times_floor']:.2f}"
+            of_candidate = found.setdefault(head_case(r), {}).setdefault(r["candidate"], {})
+            of_candidate[r["direction"]] = f"{r['times_floor']:.2f}"
     names = [name for name in HEAD_CANDIDATES if any(name in each for each in found.values())]
     lines = [
         [*case, *(", ".join(each[name].get(way, "") for way in FORM_WAYS) if name in each else "" for name in names)]
         for case, each in found.items()
     ]
     return table(["norm", "tokens x heads x columns", *(HEAD_CANDIDATES[name] for name in names)], lines)
+
+
+def form_case(r: dict) -> tuple[str, str]:
+    """What the record is of: the form and the shape."""
+    return f"{NAMES[r['norm']]} {r['form']}{variant(r)}", f"{r['rows']}x{r['cols']}"
+
+
+def head_case(r: dict) -> tuple[str, str]:
+    kind = "packed, " if r["packed"] else "of all heads, " if r.get("whole") else ""
+    kind += "frozen, " if r.get("frozen") else ""
+    first = " first" if r.get("first") == "rotary" else ""
+    shape = f"{r['tokens']} x {r['heads']}+{r['kv_heads']} x {r['cols']}"
+    return f"{NAMES[r['norm']]}, {kind}rotary {r['rotary']}{first}", shape
+
+
+def peers_ahead(gpu: str) -> Iterator[Ahead]:
+    """Forms, and norms of q and k, in which a peer is faster, over the floor of its run."""
+    for tool, case_of, peers in (("forms", form_case, PEERS), ("heads", head_case, ("cudnn", "inductor"))):
+        found: dict[tuple, dict[str, dict]] = {}
+        for r in records_of(tool, gpu):
+            if r.get("median_us"):
+                found.setdefault((r["direction"], *case_of(r)), {})[r["candidate"]] = r
+        for (direction, title, shape), each in found.items():
+            for peer in (name for name in peers if {name, "ours"} <= each.keys()):
+                theirs, ours = each[peer], each["ours"]
+                by, where = ours["times_floor"] / theirs["times_floor"] - 1, f"{title}, {direction} {shape}"
+                yield Ahead(gpu, tool, where, peer, theirs["median_us"], ours["median_us"], by)
 
 
 def variant(record: dict) -> str:
@@ -74,7 +97,8 @@ def variant(record: dict) -> str:
     groups += ", packed" if record.get("packed") else ""
     groups += f", tables of {record['table']} rows" if record.get("table") else ""
     groups += f", {record['rounding']} rounded" if record.get("rounding") else ""
-    groups += ", each row its own" if record.get("samples") == record["rows"] else ""
+    if "modulated" in record["form"] and (samples := record.get("samples", SAMPLES)) != SAMPLES:
+        groups += ", each row its own" if samples == record["rows"] else f", {samples} sample{'s' * (samples > 1)}"
     groups += "" if record["x_dtype"] == "bfloat16" else f", {record['x_dtype']}"
     return groups + "".join(f", {name} in float32" for name in wider if record["x_dtype"] != "float32")
 

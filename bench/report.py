@@ -28,6 +28,7 @@ from .tables import (
     host_time,
     measured_days,
     newest_day,
+    others_ahead,
     peers_ahead,
     proof,
     records_of,
@@ -62,10 +63,12 @@ def page() -> str:
                 parts.append(f"{title}\n\n{twelve_shapes(cells, direction, dtype)}")
         parts.append(source("norm", cells.records, gpu))
     parts.append(f"## Every peer\n\nGeometric means over the shapes that both were timed on.\n\n{every_peer()}")
-    said = "All places on this page. Times of chains are those of the whole graph."
-    parts.append(f"## Where a peer is faster\n\n{said}\n\n{peers_ahead()}")
-    said = "Forward, backward and both (if timed with these) over a kernel that streams the same large tensors; bf16, "
-    said += "if a row names no other dtype."
+    said = "All places of norms, forms, norms of q and k, chains, and norms beside a kernel that holds SMs, by times "
+    said += "over\nthe floors of their runs. Times of chains are those of the whole graph."
+    others = (each for ahead in (others_ahead, neighbours.peers_ahead) for gpu in GPUS for each in ahead(gpu))
+    parts.append(f"## Where a peer is faster\n\n{said}\n\n{peers_ahead(others)}")
+    said = "Forward, backward and both (if timed with these) over a kernel that streams the same large tensors; in "
+    said += f"bf16 and, if\nthe norm is modulated, of {neighbours.SAMPLES} samples, unless a row says otherwise."
     for gpu in GPUS:
         parts.append(f"## Forms, {gpu}\n\n{said}\n\n{neighbours.forms(gpu)}")
         parts += neighbours.sources("forms", gpu)

@@ -241,10 +241,10 @@ def others_ahead(gpu: str) -> Iterator[Ahead]:
             yield Ahead(gpu, "beside", where, candidate, theirs, ours, ours / theirs - 1)
 
 
-def peers_ahead() -> str:
-    """Every place on this page where a peer is faster than ours."""
+def peers_ahead(others: Iterable[Ahead]) -> str:
+    """Every place where a peer is faster than ours: of the twelve shapes, and of others."""
     found = [each for gpu in GPUS for peer in PEERS for each in shapes_ahead(gpu, peer)]
-    found += [each for gpu in GPUS for each in others_ahead(gpu) if each.by > 0]
+    found += [each for each in others if each.by > 0]
     header = ["GPU", "file", "peer", "where", "its us", "ours", "ours takes longer by"]
     return table(header, (
         [each.gpu, f"{each.file}.jsonl", NAMES[each.peer], each.where, microseconds(each.theirs_us),

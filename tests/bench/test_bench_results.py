@@ -250,13 +250,27 @@ def test_width_cells_leave_out_what_is_too_large_and_the_check_reads_what_was_wr
     assert "1 of 3 cells are 15% or more below their neighbours" in capsys.readouterr().out
 
 
-def test_a_form_of_a_projection_and_one_with_modulations_of_each_row_have_rows_of_their_own(monkeypatch):
-    timed = {"norm": "layer", "form": "gated", "rows": 8, "cols": 8, "candidate": "ours", "median_us": 1, "date": "1"}
-    timed |= {"x_dtype": "bfloat16", "direction": "forward", "times_floor": 1.0}
-    records = [timed, timed | {"packed": True}, timed | {"samples": 2}, timed | {"samples": 8}]
+FORM = {"norm": "layer", "rows": 8, "cols": 8, "x_dtype": "bfloat16", "direction": "forward", "date": "1"}
+
+
+def test_a_form_of_a_projection_and_one_with_modulations_of_other_samples_have_rows_of_their_own(monkeypatch):
+    timed = FORM | {"candidate": "ours", "median_us": 1, "times_floor": 1.0}
+    records = [timed | {"form": "gated", "samples": 1}, timed | {"form": "gated", "packed": True}]
+    records += [timed | {"form": "modulated", "samples": samples} for samples in (neighbours.SAMPLES, 1, 2, 8)]
     monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records)
     titles = [row.split("|")[1].strip() for row in neighbours.forms("NVIDIA H200").splitlines()[2:]]
-    assert titles == ["LayerNorm gated", "LayerNorm gated, each row its own", "LayerNorm gated, packed"]
+    of_modulated = (f"modulated{more}" for more in ("", ", 1 sample", ", 2 samples", ", each row its own"))
+    assert titles == [f"LayerNorm {each}" for each in ("gated", "gated, packed", *of_modulated)]
+
+
+def test_forms_in_which_a_peer_is_faster_are_listed(monkeypatch):
+    times = {"ours": 1.2, "inductor": 1.1, "liger": 1.3}
+    timed = FORM | {"form": "gated", "median_us": 9}
+    records = [timed | {"candidate": name, "times_floor": time} for name, time in times.items()]
+    monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records if tool == "forms" else [])
+    rows = tables.peers_ahead(neighbours.peers_ahead("H200")).splitlines()
+    found = [row for row in rows if "forms.jsonl" in row]
+    assert found == ["| H200 | forms.jsonl | torch.compile | LayerNorm gated, forward 8x8 | 9.0 | 9.0 | 9.1% |"]
 
 
 def test_a_form_in_another_dtype_has_a_row_of_its_own(monkeypatch):
