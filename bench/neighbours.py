@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from fusednorm.tools.oracle import STOCK_FACTOR
+
 from .records import by_day
 from .tables import NAMES, Ahead, microseconds, records_of, source, table
 from .zoo.models import MODELS
@@ -77,11 +79,12 @@ def head_case(r: dict) -> tuple[str, str]:
 
 
 def peers_ahead(gpu: str) -> Iterator[Ahead]:
-    """Forms, and norms of q and k, in which a peer is faster, over the floor of its run."""
+    """How far peers are ahead in forms and in norms of q and k, over the floors of their runs. A peer whose error is
+    larger than ours may be is left out."""
     for tool, case_of, peers in (("forms", form_case, PEERS), ("heads", head_case, ("cudnn", "inductor"))):
         found: dict[tuple, dict[str, dict]] = {}
         for r in records_of(tool, gpu):
-            if r.get("median_us"):
+            if r.get("median_us") and (r["candidate"] == "ours" or r.get("error_over_written", 0.0) <= STOCK_FACTOR):
                 found.setdefault((r["direction"], *case_of(r)), {})[r["candidate"]] = r
         for (direction, title, shape), each in found.items():
             for peer in (name for name in peers if {name, "ours"} <= each.keys()):

@@ -263,10 +263,13 @@ def test_a_form_of_a_projection_and_one_with_modulations_of_other_samples_have_r
     assert titles == [f"LayerNorm {each}" for each in ("gated", "gated, packed", *of_modulated)]
 
 
-def test_forms_in_which_a_peer_is_faster_are_listed(monkeypatch):
-    times = {"ours": 1.2, "inductor": 1.1, "liger": 1.3}
+def test_forms_in_which_a_peer_is_faster_and_right_are_listed(monkeypatch):
+    times = {"ours": (1.2, 1.0), "inductor": (1.1, 1.0), "liger": (1.3, 1.0), "fla": (1.0, 1.6)}  # and errors
     timed = FORM | {"form": "gated", "median_us": 9}
-    records = [timed | {"candidate": name, "times_floor": time} for name, time in times.items()]
+    records = [
+        timed | {"candidate": name, "times_floor": time, "error_over_written": error}
+        for name, (time, error) in times.items()
+    ]
     monkeypatch.setattr(neighbours, "records_of", lambda tool, gpu: records if tool == "forms" else [])
     rows = tables.peers_ahead(neighbours.peers_ahead("H200")).splitlines()
     found = [row for row in rows if "forms.jsonl" in row]
