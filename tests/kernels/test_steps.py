@@ -25,7 +25,7 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("steps", PORTABLE, ids=str)
 def test_steps_before_and_after_a_norm_give_the_oracles_numbers(steps, plan):
-    steps.check(outputs_of(steps.call, plan(steps.cols)))
+    steps.check_forward(outputs_of(steps.forward, plan(steps.cols)))
 
 
 def test_kernels_tensor_code_and_what_they_are_compared_with_have_the_steps_that_forms_name():

@@ -24,7 +24,6 @@ from cases import BF16, FP16, FP32, LAYOUTS, MIXED_DTYPES, SAME_DTYPES
 from column_sums import Sums
 from devices import named
 from gated import FORMS as GATED
-from gated import Gated
 from head_norms import HeadCase, calls_of
 from modulations import ALL as OF_ALL
 from modulations import SAMPLE, TOKEN, Modulated
@@ -116,14 +115,16 @@ def formed(draw: random.Random) -> FormProblem:
         case = draw.choice((
             Steps(norm, draw.choice(FORMS), rows, cols, dtype, draw.choice((None, FP32)), other, other),
             WideSum(norm, rows, cols, dtype, has_residual_grad=draw.random() < 0.5),
-            Gated(norm, draw.choice(GATED), rows, cols, dtype, FP32, other),
+            Steps(norm, draw.choice(GATED), rows, cols, dtype, FP32, other),
             Modulated(norm, 2, rows // 2, cols, SAMPLE, shift, gate, dtype, other, draw.choice(added)),
             Table(norm, draw.choice(OF_TABLES), rows // 3, cols, draw.choice((1, 3, 9)), dtype, other,
                   draw.choice((torch.int32, torch.int64)), draw.choice(added), shift is not None,
                   direction == "backward", draw.random() < 0.8),
         ))  # fmt: skip
-        if not isinstance(case, (Gated, Table)):
-            direction = "forward" if isinstance(case, Steps) else "backward"
+        if isinstance(case, (Modulated, WideSum)):
+            direction = "backward"
+        elif isinstance(case, Steps) and not case.form.activates:
+            direction = "forward"
         device, sms = draw.choice(DEVICES), draw.randint(2, 5)
         call = FormProblem(case, direction, ReferencePlan(""), device, sms).call
         variant, asked = draw.choice(VARIANTS[:-1]), (call.problem, named(device, sms))

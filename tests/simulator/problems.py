@@ -136,7 +136,7 @@ class SumProblem:
 
 @dataclass(frozen=True)
 class FormProblem:
-    """A direction of a norm with a form by a plan. `case` is one of steps.py, gated.py, modulations.py, tables.py or
+    """A direction of a norm with a form by a plan. `case` is one of steps.py, modulations.py, tables.py or
     wide_sums.py."""
 
     case: Any

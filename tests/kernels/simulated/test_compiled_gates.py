@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED, Gated
+from gated import AFTER, BEFORE, PIPELINED, PORTABLE, SPECIALIZED
 from simulator.host import outputs_of, simulated
+from steps import Steps
 
 import fusednorm
 from fusednorm.host.derived import of_ring
@@ -22,7 +23,7 @@ FORWARD["async_copy"] = [PIPELINED[3], PIPELINED[5]]
 OTHERS = {"A100": "async_copy", "B200": "warp_specialized", "RTX 5090": "pipelined"}
 
 
-def cases(by_variant: dict, elsewhere: Gated) -> list:
+def cases(by_variant: dict, elsewhere: Steps) -> list:
     found = [("H200", variant, gated) for variant, each in by_variant.items() for gated in each]
     return found + [(device, variant, elsewhere) for device, variant in OTHERS.items()]
 
@@ -55,7 +56,7 @@ def test_gates_come_by_the_ring_or_not_to_the_same_right_bits(gated):
 
 @pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
 def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
-    gated, plan = Gated("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
+    gated, plan = Steps("layer", form, 11, 1024), from_text("Pipelined(1,512,1,2,4,2,255,0,2,1,0,0,1)")
     assert of_ring(plan, gated.backward.problem)["reads_once"]
     gated.check_backward(outputs_of(gated.backward, plan, sms=4))
 
@@ -63,5 +64,5 @@ def test_a_cluster_that_reads_its_tiles_once_gives_the_gradients(form):
 @pytest.mark.parametrize("form", [BEFORE, AFTER], ids=["before", "after"])
 def test_ctas_that_live_long_refill_their_rings_of_rows_and_gates(form):
     """Seven tiles of a CTA by three stages, with weight and bias in registers."""
-    gated, plan = Gated("layer", form, 41, 512), from_text("Pipelined(2,512,1,3,4,3,168,0,1,1,0,0,1)")
+    gated, plan = Steps("layer", form, 41, 512), from_text("Pipelined(2,512,1,3,4,3,168,0,1,1,0,0,1)")
     gated.check_forward(outputs_of(gated.forward, plan, sms=1))

@@ -26,7 +26,7 @@ CASES += [
 @pytest.mark.parametrize("device, variant, steps", CASES, ids=str)
 def test_steps_before_and_after_a_norm_give_the_oracles_numbers(device, variant, steps):
     with fusednorm.force(variant):
-        steps.check(outputs_of(steps.call, device=device, sms=8 if steps.cols > 8192 else 2))
+        steps.check_forward(outputs_of(steps.forward, device=device, sms=8 if steps.cols > 8192 else 2))
 
 
 @pytest.mark.parametrize("steps", [PIPELINED[1], PIPELINED[2], PIPELINED[8]], ids=str)
@@ -34,11 +34,11 @@ def test_row_tensors_come_by_the_ring_or_not_to_the_same_bits(steps):
     from fusednorm.host import gpus, launch
 
     with simulated("H200", 8 if steps.cols > 8192 else 2) as simulation:
-        plan = choice.choose(steps.call.problem, 1, gpus.spec_of(None), "pipelined")
+        plan = choice.choose(steps.forward.problem, 1, gpus.spec_of(None), "pipelined")
         other = replace(plan, rows_in_ring=not plan.rows_in_ring)
-        both = [launch.on_tensors(steps.call, each) for each in (plan, other)]
+        both = [launch.on_tensors(steps.forward, each) for each in (plan, other)]
         for each in both:
             simulation.hand_over(each.launches)
     for one, same in zip(*[each.outputs for each in both], strict=True):
         assert one is same is None or torch.equal(one, same)
-    steps.check(both[1].outputs)
+    steps.check_forward(both[1].outputs)
