@@ -220,7 +220,11 @@ def fla(case: FormCase, given: dict[str, Tensor]) -> Outputs:
     return (getattr(fused_norm_gate, f"{case.norm}_norm_gated")(x, gate, weight, bias, eps=EPS),)
 
 
-LIGER, QUACK, FLA = {"liger": ("liger_kernel", liger)}, {"quack": ("quack", quack)}, {"fla": ("fla", fla)}
+PEERS = {  # the package, the call, and the norms and forms that it has
+    "liger": ("liger_kernel", liger, ("rms",), ("affine", "of_sum", "modulated")),
+    "quack": ("quack", quack, ("rms",), ("affine", "of_sum")),
+    "fla": ("fla", fla, ("layer", "rms"), ("of_sum", "of_gated", "times_gate")),
+}
 
 
 def as_tuple(outputs: Tensor | Outputs) -> Outputs:
@@ -232,13 +236,12 @@ def candidates(case: FormCase, names: Collection[str] = NAMES) -> dict[str, Cand
     found = {"ours": ours, "inductor": lambda _, given: compiled(given), "eager": written}
     if case.form == "affine" or (case.form == SANDWICH and case.residual_dtype == case.dtype):
         found["plain"] = plain
-    has_gate_or_sum = "gate" in case.rows_in or case.form == "of_sum"
-    peers = FLA if has_gate_or_sum and not (case.weight_offset or case.packed) else {}
-    if case.norm == "rms" and case.form in ("affine", "of_sum", "modulated") and not case.table:
-        peers = LIGER | peers | (QUACK if case.form != "modulated" else {})
-    if case.rounding != "once":
-        peers = {name: call for name, call in peers.items() if name in LIGER}
-    found |= {name: call for name, (module, call) in peers.items() if packages.missing(module, module) is None}
+    unable = {"fla"} if case.weight_offset or case.packed else set()
+    unable |= {"liger", "quack"} if case.table else set()
+    unable |= {"quack", "fla"} if case.rounding != "once" else set()
+    for name, (package, call, norms, forms) in PEERS.items():
+        if case.norm in norms and case.form in forms and not (name in unable or packages.missing(package, package)):
+            found[name] = call
     return {name: call for name, call in found.items() if name in names}
 
 
