@@ -267,7 +267,8 @@ def floors(case: FormCase, given: dict[str, Tensor], outputs: Outputs) -> dict[s
     else:
         (x, *others), rest = [given[name].detach() for name in case.rows_in], None
     streamed = {name: given[name].detach() for name in case.streamed}
-    rows, gates = [x, *others, *streamed.values()], others if "gate" in case.rows_in else []
+    rows = [x, *others, *streamed.values()]
+    gates = [each for name, each in zip(case.rows_in[1:], others, strict=True) if name == "gate"]
     made = [torch.empty_like(each) for each in outputs]
     form, is_sandwich = case.op.form, case.form == SANDWICH
     of_sum = form.rows_out or is_sandwich
