@@ -27,7 +27,7 @@ class Cta:
         program, order = grid.program, self.gpu.order
         size = -(-(program.dynamic_base + grid.shared_bytes) // 16) * 16
         raw = np.full(size, 0xFF, np.uint8)  # NaN in every type
-        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, granule=2)
+        self.memory = Region(raw, f"shared memory of {self}", self.gpu.ledger, granule=1)
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.copies_under_way = 0

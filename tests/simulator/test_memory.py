@@ -52,6 +52,16 @@ def test_a_load_of_a_signed_number_extends_its_sign():
     assert torch.equal(out, numbers.long())
 
 
+def test_warps_may_store_bytes_side_by_side():
+    """As Triton does where a mask changes its layout."""
+    store = "mov.u32 %r1, global_smem; and.b32 %r2, %r0, 31; shr.u32 %r3, %r0, 5; mad.lo.u32 %r2, %r2, 2, %r3;\n"
+    store += "add.s32 %r2, %r1, %r2; cvt.u16.u32 %h0, %r0; st.shared.b8 [%r2], %h0; bar.sync 0;\n"
+    load = "add.s32 %r4, %r1, %r0; ld.shared.b8 %r5, [%r4]; st.global.b32 [%d1], %r5;"
+    out = torch.zeros(64, dtype=torch.int32)
+    run(f"{LANE}\n{store}{load}", out, threads=64)
+    assert torch.equal(out, torch.arange(64, dtype=torch.int32).view(2, 32).T.flatten())
+
+
 def test_shared_memory_and_registers_begin_as_nan():
     out = nans(32).zero_()
     run(f"{LANE}\nmov.u32 %r2, global_smem; ld.shared.b32 %r3, [%r2+64]; st.global.b32 [%d1], %r3;", out)
