@@ -276,6 +276,7 @@ def _by_index(op: Op) -> Op:
 
 
 INDEXED_OPS = tuple(_by_index(op) for op in (*MODULATED_OPS, *FORM_OPS) if op.suffix.endswith("_modulated"))
+FORM_NAMES = tuple(op.suffix[1:] for op in (*FORM_OPS, *INDEXED_OPS) if op.direction == FORWARD and op.norm == "rms")
 BACKWARDS_OF_FORMS = *SUMMANDS_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS
 OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS, *INDEXED_OPS)}
 

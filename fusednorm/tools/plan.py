@@ -13,7 +13,7 @@ import torch
 from ..dtypes import DTYPES
 from ..forms import Settings
 from ..host import gpus
-from ..operands import DIRECTIONS, FORMS, NORMS
+from ..operands import DIRECTIONS, FORM_NAMES, NORMS
 from ..planner import device
 from ..planner.device import DeviceSpec
 from ..planner.plan import VARIANTS
@@ -49,8 +49,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, rows: str = "16384", col
     parser.add_argument(
         "--pass", dest="direction", choices=DIRECTIONS, default="backward", help="default: backward"
     )
-    names = [suffix[1:] for _, suffix, *_ in FORMS]
-    parser.add_argument("--form", choices=names, default="", help="default: the norm alone")
+    parser.add_argument("--form", choices=FORM_NAMES, default="", help="default: the norm alone")
     for name, hint in get_type_hints(Settings).items():
         kind, *_ = (*get_args(hint), hint)  # that of an optional one
         option = f"--{name.replace('_', '-')}"

@@ -66,7 +66,8 @@ class Task(NamedTuple):
 
     @property
     def wanted(self) -> Wanted:
-        dtype, weighted = DTYPES[self.dtype], not self.form.endswith("modulated")  # these seldom have a weight
+        dtype = DTYPES[self.dtype]
+        weighted = not self.form.endswith(("modulated", "by_index"))  # these seldom have a weight
         bias, weight = weighted and self.norm == "layer", DTYPES[self.weights or self.dtype] if weighted else None
         of_form = {"form": self.form, "modulation_dtype": DTYPES[self.modulations or self.dtype]}
         of_form |= {"residual_dtype": DTYPES[self.residuals]} if self.residuals else {}

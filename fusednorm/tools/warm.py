@@ -25,7 +25,7 @@ from ..functional import groups_of, op_of_sum
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
-from ..operands import FORMS, FORWARD, NORMS, OPS, OWN_OUTPUTS, WAYS, Op, Operands, Role, derivative_of, operands_of
+from ..operands import FORM_NAMES, FORWARD, NORMS, OPS, OWN_OUTPUTS, WAYS, Op, Operands, Role, derivative_of, operands_of
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
@@ -113,7 +113,8 @@ class Wanted(NamedTuple):
         if "groups" in given:
             given["groups"] = groups_of(op.name, given["groups"], self.cols)
         dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
-        of_role = {Role.ROWS: stream, Role.MODULATION: self.modulation_dtype or self.dtype}
+        modulation = self.modulation_dtype or self.dtype
+        of_role = {Role.ROWS: stream, Role.MODULATION: modulation, Role.TABLE: modulation, Role.INDEX: torch.int64}
         for slot in op.inputs:
             dtype = dtypes.get(slot.name, of_role.get(slot.role, self.dtype))
             if slot.role.is_tensor and dtype:
@@ -236,12 +237,12 @@ def form_named(
     """(Wanted.form, Wanted.settings). `of_modulations` is what only modulated forms have. Raises TypeError for a
     setting that there is not, and ValueError for another form, rounding or activation and for what the form does not
     have."""
-    named = {suffix[1:]: suffix for _, suffix, *_ in FORMS} | {"": ""}
-    if form not in named:
-        raise ValueError(f"{asker}: form must be one of {', '.join(filter(None, named))}, got {form!r}")
+    if form and form not in FORM_NAMES:
+        raise ValueError(f"{asker}: form must be one of {', '.join(FORM_NAMES)}, got {form!r}")
+    suffix = f"_{form}" if form else ""
     if unknown := settings.keys() - Settings.__annotations__.keys():
         raise TypeError(f"{asker}: got an unexpected keyword argument {min(unknown)!r}")
-    fields, has = {}, {slot.name for slot in OPS[f"rms_norm_fwd{named[form]}"].inputs}
+    fields, has = {}, {slot.name for slot in OPS[f"rms_norm_fwd{suffix}"].inputs}
     for name, value in settings.items():
         if value is None:
             continue
@@ -257,7 +258,9 @@ def form_named(
     for name, value in of_modulations.items():
         if value is not None and "scale" not in has:
             raise ValueError(f"{asker}: {name} must come with a modulated form, got {form!r}")
-    return named[form], tuple(fields.items())
+        if value is not None and name == "sample_rows" and "row_index" in has:
+            raise ValueError(f"{asker}: sample_rows must come with a form without an index, got {form!r}")
+    return suffix, tuple(fields.items())
 
 
 def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:
