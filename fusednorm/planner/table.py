@@ -40,6 +40,7 @@ class Key(NamedTuple):
     # modulations, if it is not x's. A forward's are those that it holds (NormProblem.inside).
     parameters: int = 0
     rows: int = 0  # itemsize of the widest large tensor, if it is wider than those of itemsizes
+    tables: int = 0  # of which each row of x names a row
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
@@ -48,10 +49,12 @@ class Key(NamedTuple):
         held = problem.inside if problem.is_forward else problem
         of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
         if not (of_parameters and problem.form.modulates):
-            of_parameters = (of_parameters | {each.itemsize for each in problem.shared}) - {itemsizes[0]}
+            of_rows = zip(problem.names_in, problem.rows_in, strict=False)
+            modulations = *problem.shared, *(dtype for name, dtype in of_rows if name in problem.tables)
+            of_parameters = (of_parameters | {each.itemsize for each in modulations}) - {itemsizes[0]}
         widest_row = max(each.itemsize for dtypes in problem.large for each in dtypes)
         unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x)
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, len(problem.tables))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +84,19 @@ class Table:
         return cols, tuple((most or math.inf, text) for most, text in plans), (day or [self.date])[0]
 
     def unlike_x(self, problem: NormProblem) -> Key | None:
-        """The key of the problem's parameters and rows that are unlike x, or of its rows, or of its parameters: the
-        first that has a near width. None if none has, or nothing is unlike x."""
+        """The key of the problem's parameters and rows that are unlike x, or of its rows, or of its parameters, and of
+        its tables, or else without: the first that has a near width. None if none has, or nothing is unlike x."""
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
         ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
-        known = (each for each in ways if (each.parameters or each.rows) and self._lines(each, problem.cols))
-        return next(known, None)
+        ways = (*ways, key._replace(parameters=0, tables=0)) if key.tables else ways
+        unlike = (each for each in ways if each.parameters or each.rows or each.tables)
+        return next((each for each in unlike if self._lines(each, problem.cols)), None)
 
     def _like(self, key: Key) -> Key:
         """The key of parameters and rows like x with the nearest traffic, which is the problem's own if the table has
         it: by its large tensors, of which those that are written count more, then by sums and rows that samples share.
         A backward without dx, which writes no large tensor, is unlike all others."""
-        key = key._replace(parameters=0, rows=0)
+        key = key._replace(parameters=0, rows=0, tables=0)
 
         def distance(each: Key) -> tuple[int, int, int]:
             read, written, sums, shared = (abs(a - b) for a, b in zip(each.traffic, key.traffic, strict=True))

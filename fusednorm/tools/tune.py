@@ -30,7 +30,7 @@ import torch
 from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
-from ..operands import DIRECTIONS, NORMS
+from ..operands import BY_INDEX, DIRECTIONS, FORWARD, NORMS
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, of_frames
 from ..planner.device import DeviceSpec
@@ -109,10 +109,11 @@ def is_plan(text: str) -> bool:
 
 
 def dense() -> Iterator[Task]:
-    """The tasks of a whole table, those of data/survey.json in its order."""
+    """The tasks of a whole table, those of data/survey.json in its order. No table has backwards by key."""
     for part in limits.read("survey"):
         unlike_plain = {name: part[name] for name in Task._fields if name in part and name != "cols"}
-        yield from (task._replace(**unlike_plain) for task in of_widths(part["cols"]))
+        tasks = (task._replace(**unlike_plain) for task in of_widths(part["cols"]))
+        yield from (task for task in tasks if task.direction == FORWARD or not task.form.endswith(BY_INDEX))
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
