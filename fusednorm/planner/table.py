@@ -54,7 +54,8 @@ class Key(NamedTuple):
             of_parameters = (of_parameters | {each.itemsize for each in modulations}) - {itemsizes[0]}
         widest_row = max(each.itemsize for dtypes in problem.large for each in dtypes)
         unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, len(problem.tables))
+        tables = len(problem.shared if problem.by_key else problem.tables)
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +71,9 @@ class Table:
     def lookup(self, problem: NormProblem) -> list[tuple[int, Ranges, str]]:
         """The line of the problem's width, or else those of the nearest widths that are not far. If the table does
         not know what is unlike x of the problem, lines of what is like x answer. They do not for a forward that holds
-        wide rows, whose plans are unlike all others (bench/NOTES.md, Forms)."""
-        if problem.by_key:  # no line is of a kernel that gathers rows
-            return []
+        wide rows, or a backward by key: their plans are unlike all others (bench/NOTES.md, Forms)."""
         key = self.unlike_x(problem)
-        if not key and not problem.quantities["holds_wide"]:
+        if not key and not (problem.by_key or problem.quantities["holds_wide"]):
             key = self._like(Key.of(problem))
         return [self.parsed(line) for line in self._lines(key, problem.cols)] if key else []
 
@@ -88,7 +87,7 @@ class Table:
         its tables, or else without: the first that has a near width. None if none has, or nothing is unlike x."""
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
         ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
-        ways = (*ways, key._replace(parameters=0, tables=0)) if key.tables else ways
+        ways = (*ways, key._replace(parameters=0, tables=0)) if problem.tables else ways
         unlike = (each for each in ways if each.parameters or each.rows or each.tables)
         return next((each for each in unlike if self._lines(each, problem.cols)), None)
 

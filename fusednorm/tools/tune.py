@@ -30,7 +30,7 @@ import torch
 from ..dtypes import DTYPES
 from ..host import gpus
 from ..host.fallback import BuildFailed
-from ..operands import BY_INDEX, DIRECTIONS, FORWARD, NORMS
+from ..operands import DIRECTIONS, NORMS
 from ..planner import choice, limits, table
 from ..planner.candidates import are_better_in_registers, candidates, of_frames
 from ..planner.device import DeviceSpec
@@ -40,7 +40,7 @@ from ..planner.norm_problem import NormProblem
 from ..planner.plan import MultiWavePlan, PipelinedPlan, Plan, from_text, text_of
 from . import console
 from .plan import positive
-from .warm import Wanted, program, start_process
+from .warm import FEW_TABLE_ROWS, Wanted, program, start_process
 
 ROWS_PER_SM = tuple(2**exponent for exponent in range(14))
 MOST_ROWS, MOST_ELEMENTS = 65536, 2**28
@@ -109,11 +109,10 @@ def is_plan(text: str) -> bool:
 
 
 def dense() -> Iterator[Task]:
-    """The tasks of a whole table, those of data/survey.json in its order. No table has backwards by key."""
+    """The tasks of a whole table, those of data/survey.json in its order."""
     for part in limits.read("survey"):
         unlike_plain = {name: part[name] for name in Task._fields if name in part and name != "cols"}
-        tasks = (task._replace(**unlike_plain) for task in of_widths(part["cols"]))
-        yield from (task for task in tasks if task.direction == FORWARD or not task.form.endswith(BY_INDEX))
+        yield from (task._replace(**unlike_plain) for task in of_widths(part["cols"]))
 
 
 def of_widths(widths: Iterable[int], dtype: str = "bf16") -> Iterator[Task]:
@@ -194,6 +193,10 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
     shape = torch.Size((rows, task.cols))
 
     def drawn(like: torch.Tensor) -> torch.Tensor:
+        if not like.is_floating_point():  # an index of tables
+            return torch.randint(FEW_TABLE_ROWS, (rows,), device="cuda", dtype=like.dtype)
+        if len(like) == FEW_TABLE_ROWS:
+            return torch.rand(like.shape, device="cuda").to(like.dtype)
         if like.dim() == 1:
             return torch.rand(max(shape), device="cuda").to(like.dtype)
         of_all_rows = like.stride(0) == 0  # a modulation, of which all rows are one sample

@@ -25,7 +25,19 @@ from ..functional import groups_of, op_of_sum
 from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
-from ..operands import FORM_NAMES, FORWARD, NORMS, OPS, OWN_OUTPUTS, WAYS, Op, Operands, Role, derivative_of, operands_of
+from ..operands import (
+    FORM_NAMES,
+    FORWARD,
+    NORMS,
+    OPS,
+    OWN_OUTPUTS,
+    WAYS,
+    Op,
+    Operands,
+    Role,
+    derivative_of,
+    operands_of,
+)
 from ..planner import choice
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
@@ -39,6 +51,7 @@ from ..settings.forcing import forced_variant
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+FEW_TABLE_ROWS = 8  # how many bits a sort looks at depends on them, and no plan
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
 # Up to this many builds are compiled in this process, because a worker first imports torch and triton, which takes
@@ -74,6 +87,7 @@ class Wanted(NamedTuple):
     settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands; groups by their size
     sample_rows: int | None = None  # rows of each of two samples, which share a row of the modulations; None: all rows
     modulation_dtype: torch.dtype | None = None  # None: that of x
+    table_rows: int = FEW_TABLE_ROWS  # of modulations that are tables
 
     @property
     def op(self) -> Op:
@@ -123,7 +137,8 @@ class Wanted(NamedTuple):
 
     def _tensor(self, role: Role, dtype: torch.dtype) -> Tensor:
         batch = (2, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
-        shape = shape_of(role, (*batch, self.cols), (self.cols,), whole=(True, False)[-len(batch) :])
+        rows = (self.table_rows,) if role is Role.TABLE else batch
+        shape = shape_of(role, (*rows, self.cols), (self.cols,), whole=(True, False)[-len(rows) :])
         return torch.empty(shape, dtype=dtype, device="meta")
 
     @property
@@ -162,6 +177,7 @@ def warmup(
     form: str = "",
     sample_rows: int | Sequence[int] | None = None,
     modulation_dtype: torch.dtype | None = None,
+    table_rows: int | Sequence[int] | None = None,
     directions: Sequence[str] = tuple(WAYS),
     device: torch.device | str | None = None,
     processes: int | None = None,
@@ -184,6 +200,8 @@ def warmup(
     :param sample_rows: of a modulated form, rows that share a row of each modulation, one number or several; 1 if every
         row has its own (None: all rows share one)
     :param modulation_dtype: of a modulated form's scale, shift and gate (None: dtype)
+    :param table_rows: of scale, shift and gate of a form "..._by_index", whose index is int64, one number or several
+        (None: 8)
     :param directions: of the calls: "forward", "backward" or both
     :param device: a CUDA GPU, or a CPU, for which there is nothing to compile (None: the current GPU if there is one,
         else the CPU)
@@ -195,16 +213,17 @@ def warmup(
     number of kernels, 0 for a CPU device.
 
     Raises ValueError for another norm, direction, form, rounding or activation, and for what the form does not have.
-    Raises TypeError for another setting, if cols, rows or sample_rows are no integers, and if a dtype is no
+    Raises TypeError for another setting, if cols, rows, sample_rows or table_rows are no integers, and if a dtype is no
     torch.dtype. Raises RuntimeError for dtypes other than float16, bfloat16, float32 and float64, for sizes below 1,
     for a group_size that does not divide cols, for a GPU that is not there, and during the capture of a CUDA graph.
     """
     require_one_of("warmup", "norm", norm, NORMS)
     for each in directions:
         require_one_of("warmup", "directions", each, WAYS)
-    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype}
+    of_modulations = {"sample_rows": sample_rows, "modulation_dtype": modulation_dtype, "table_rows": table_rows}
     suffix, of_form = form_named("warmup", form, settings, **of_modulations)
-    _check_types(cols, rows, sample_rows, dtype, weight_dtype, residual_dtype, modulation_dtype)
+    sizes = {"cols": cols, "rows": rows, "sample_rows": sample_rows, "table_rows": table_rows}
+    _check_types(sizes, dtype, weight_dtype, residual_dtype, modulation_dtype)
     device = checked_device("warmup", device)
     of_two = norm == "rms" and not form  # gradients
     mask = (*map(bool, output_mask[: 2 if of_two else 3]), False, False)[:3]
@@ -213,10 +232,12 @@ def warmup(
     bias = norm == "layer" if bias is None else bias
     expected = dtype, weight, bias and elementwise_affine, mask, residual_dtype, suffix, of_form
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
+    tables = table_rows if isinstance(table_rows, Sequence) else [table_rows or FEW_TABLE_ROWS]
     wanted = [
-        Wanted(norm, each, width, *expected, count, modulation_dtype)
+        Wanted(norm, each, width, *expected, count, modulation_dtype, size)
         for width in widths
         for count in samples
+        for size in tables
         for each in directions
     ]
     if device.type == "cpu":
@@ -258,13 +279,13 @@ def form_named(
     for name, value in of_modulations.items():
         if value is not None and "scale" not in has:
             raise ValueError(f"{asker}: {name} must come with a modulated form, got {form!r}")
-        if value is not None and name == "sample_rows" and "row_index" in has:
-            raise ValueError(f"{asker}: sample_rows must come with a form without an index, got {form!r}")
+        if value is not None and (name == "sample_rows" if "row_index" in has else name == "table_rows"):
+            other = "out" * ("row_index" in has)
+            raise ValueError(f"{asker}: {name} must come with a form with{other} an index, got {form!r}")
     return suffix, tuple(fields.items())
 
 
-def _check_types(cols, rows, sample_rows, *dtypes: torch.dtype | None) -> None:
-    given = {"cols": cols, "rows": rows, "sample_rows": sample_rows}
+def _check_types(given: dict[str, int | Sequence[int] | None], *dtypes: torch.dtype | None) -> None:
     for name, sizes in ((name, each) for name, each in given.items() if each is not None):
         many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         for size in many:

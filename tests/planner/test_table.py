@@ -261,7 +261,7 @@ def test_plans_of_shipped_tables_are_within_the_budgets_of_their_widths():
         for key in shipped.lines:
             for cols in list(shipped.lines[key])[::7]:
                 tasks = (tune.Task(key.norm, key.direction, cols, *kind) for kind in kinds)
-                problem = next(p for p in (task.wanted.problem for task in tasks) if table.Key.of(p) == key and not p.by_key)
+                problem = next(p for p in (task.wanted.problem for task in tasks) if table.Key.of(p) == key)
                 ((found, ranges, _),) = shipped.lookup(problem)
                 assert found == cols
                 assert ranges[-1][0] == math.inf and all(text_of(from_text(text)) == text for _, text in ranges)
