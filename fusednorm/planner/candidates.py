@@ -23,7 +23,7 @@ from .plan import AsyncCopyPlan, ColumnRingPlan, ColumnTilePlan, MultiWavePlan, 
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # of a tile; in a cluster, the first two
 CLUSTERS = (1, 2, 4, 8, 16)  # CTAs that share a row too wide for one
 # What some kinds of frames make. Those of "registers" and "any" hold rows in registers.
-RINGS = dict.fromkeys(("ring", "gated ring", "ring of an order"), PipelinedPlan) | {"copied ring": AsyncCopyPlan}
+RINGS = dict.fromkeys(("ring", "surveyed ring", "ring of an order"), PipelinedPlan) | {"copied ring": AsyncCopyPlan}
 OLDEST_PUBLISHED_ARCH = 100  # nvFuser has published plans from here on: deep rings (see `_deepened`)
 
 

@@ -137,11 +137,11 @@ def all_plans_of(problem: NormProblem, device: DeviceSpec) -> tuple[Plan, ...]:
 
 
 def to_survey(problem: NormProblem, device: DeviceSpec) -> Iterator[Plan]:
-    """Rings of norms that activate a gate, which are no candidates: a table may have them, but the model, which does
-    not know what a gate takes, must not choose one. Parameters are in registers where these suffice."""
+    """Plans that are no candidates: a table may have them, but the model must not choose one. It does not know what an
+    activation takes in a ring, and little of rows in an order."""
     no_ring = broken_rule("pipelined", problem, 1, device) or are_better_in_registers(problem, device)
-    if problem.form.activates and problem.writes_rows and not no_ring:
-        yield from of_frames("gated ring", problem, device)
+    for kind in ("surveyed registers", *["surveyed ring"] * (not no_ring)):
+        yield from of_frames(kind, problem, device)
 
 
 # --- Measuring ---
