@@ -198,8 +198,7 @@ class Grid:
     def by_key(self, keys: int) -> Grid:
         """The grid where rows are sorted by keys from -1 to `keys`. Each key has CTAs of its own."""
         more = keys + 2
-        spared = more if more <= limits.spared_ctas * self.at_once else 0
-        left = self.at_once - spared
+        left = self.at_once - (more if more <= limits.spared_ctas * self.at_once else 0)
         return replace(self, at_once=left, first_wave=min(self.first_wave, left), more_ctas=more)
 
     def samples(self, rows: int) -> int:

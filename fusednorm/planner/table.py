@@ -88,8 +88,7 @@ class Table:
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
         ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
         ways = (*ways, key._replace(parameters=0, tables=0)) if problem.tables else ways
-        unlike = (each for each in ways if each.parameters or each.rows or each.tables)
-        return next((each for each in unlike if self._lines(each, problem.cols)), None)
+        return next((each for each in ways if any(each[-3:]) and self._lines(each, problem.cols)), None)
 
     def _like(self, key: Key) -> Key:
         """The key of parameters and rows like x with the nearest traffic, which is the problem's own if the table has
