@@ -48,14 +48,13 @@ class Key(NamedTuple):
         piece = math.gcd(problem.cols * itemsizes[0], limits.long_piece) if problem.tma_aligned else 0
         held = problem.inside if problem.is_forward else problem
         of_parameters = {each.itemsize for each in (held.weight_dtype, held.bias_dtype) if each}
+        tables = [of for name, of in zip(problem.names_in, problem.rows_in, strict=False) if name in problem.tables]
         if not (of_parameters and problem.form.modulates):
-            of_rows = zip(problem.names_in, problem.rows_in, strict=False)
-            modulations = *problem.shared, *(dtype for name, dtype in of_rows if name in problem.tables)
-            of_parameters = (of_parameters | {each.itemsize for each in modulations}) - {itemsizes[0]}
+            of_parameters = (of_parameters | {each.itemsize for each in (*problem.shared, *tables)}) - {itemsizes[0]}
         widest_row = max(each.itemsize for dtypes in problem.large for each in dtypes)
         unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0
-        tables = len(problem.shared if problem.by_key else problem.tables)
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, tables)
+        of_tables = problem.shared if problem.by_key else tables
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, len(of_tables))
 
 
 @dataclass(frozen=True, eq=False)
