@@ -34,6 +34,8 @@ from .warm import Wanted, form_named
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+SORTED = " behind those that sort the rows by their numbers"
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -115,7 +117,8 @@ class Explanation:
             lines = [
                 str(plan),
                 self._grid(),
-                f"launches: {num_launches(plan, problem)}; passes over {inputs}: {num_passes(plan, problem)}",
+                f"launches: {num_launches(plan, problem)}{SORTED * problem.by_key}; "
+                f"passes over {inputs}: {num_passes(plan, problem)}",
                 f"shared memory {budget.shared_bytes(plan, problem)} of {device.smem_per_block_bytes} bytes a CTA, "
                 f"registers up to {registers} of {limit} a thread",
                 *self._derived(),
@@ -148,6 +151,8 @@ class Explanation:
             grid += f" for each of {-(-problem.cols // plan.chunk)} column tiles"
         if problem.form.groups > 1:
             grid += f" for each of {problem.form.groups} groups"
+        if problem.by_key:
+            grid += ", of which some have the rows of each number"
         if self.sample_rows:
             grid += f" for each of {_count(rule.samples(self.rows), 'sample')}"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import planned_for
 from planning import make_problem, meta_call
+from tables import Table
 from wide_sums import WideSum
 
 import fusednorm
@@ -315,6 +316,10 @@ def test_groups_and_the_activation_of_a_gate_are_planned_and_said(capsys):
         (["--activation", "sigmoid"], "plan: activation='sigmoid' must come with a form that has it, got ''"),
         (["--form", "of_sum", "--sample-rows", "8"], "plan: sample_rows must come with a modulated form, got 'of_sum'"),
         (["--form", "modulated", "--sample-rows", "99"], "plan: sample_rows must divide the 16384 rows, got 99"),
+        (
+            ["--form", "modulated_by_index", "--sample-rows", "8"],
+            "plan: sample_rows must come with a form without an index, got 'modulated_by_index'",
+        ),
     ],
 )
 def test_what_no_form_has_is_one_sentence(arguments, sentence, capsys):
@@ -357,6 +362,16 @@ def test_explain_of_a_modulated_norm_is_of_calls_with_as_many_rows_to_a_sample()
         explain(x, (3072,), sample_rows=1000, **asked)
     with pytest.raises(ValueError, match="^explain: sample_rows must come with a modulated form, got ''$"):
         explain(x, (3072,), sample_rows=1152, device=H200)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_of_a_norm_with_tables_is_of_its_calls(backward):
+    of = Table("layer", "", 700, 1536, backward=backward)
+    x = of.given["x"].to("meta")
+    asked = {"form": "modulated_by_index", "modulation_dtype": of.modulation, "device": H200}
+    found = explain(x, (1536,), direction="backward" if backward else "forward", **asked)
+    assert found.plan == choose(of.call.problem, 2100, H200) and found.problem.by_key == backward
+    assert ("launches: 2 behind those that sort the rows by their numbers" in str(found)) == backward
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from compiling import DEVICES
 from norm_forms import gradients, leaves, run
+from tables import Table
 
 import fusednorm
 from bench.written import modulations_of, rows_of
@@ -155,6 +156,33 @@ def test_a_call_with_modulations_in_float32_needs_no_build_that_its_warmup_has_n
     real, made = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072), FP32).result()
     narrow, _ = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072)).result()
     assert real == made and len(real) == 3 and not real & narrow
+
+
+def builds_of_tables(table: Table) -> tuple[set[str], set[str]]:
+    """The builds of a call whose modulations are tables, and those that warmup would make for it."""
+    from fusednorm.host import fallback, launch
+    from fusednorm.planner.choice import choose
+    from fusednorm.tools import compilation
+
+    suffix, settings = warm.form_named("warmup", "modulated_by_index", {}, table_rows=table.size)
+    direction, check = ("backward", check_backward) if table.backward else ("forward", check_forward)
+    call = check(table.operands._replace(residual_grad=None) if table.backward else table.operands)
+    more = ALL, None, suffix, settings, None, table.modulation, table.size
+    expected = warm.Wanted(table.norm, direction, table.cols, BF16, None, False, *more)
+    plan = choose(call.problem, call.rows, H200)
+    launches = launch.program_of(call, fallback.Choice(plan), H200).launches
+    made = warm.distinct_builds(list(warm.plans_of([expected], [call.rows], H200)), H200)
+    keys = ({compilation.build_key(each, 90) for each in some} for some in (launches, (e.launch(H200) for e in made)))
+    return next(keys), next(keys)
+
+
+@pytest.mark.parametrize("size", [1, 8, 300])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_with_tables_needs_no_build_that_its_warmup_has_not_made(backward, size, workers):
+    table = Table("rms", "", 700, 1536, size, backward=backward)
+    real, made = workers.submit(builds_of_tables, table).result()
+    passes = 1 + (size > 254)  # each a count and a sort
+    assert real == made and len(real) == (2 + 2 * passes if backward else 1)
 
 
 def warm_up_twice(folder: str) -> tuple[int, int, int, list[bool]]:
