@@ -174,7 +174,7 @@ OF_TABLES = [
     *BACKWARDS,
     Table("layer", "_of_gated_sum", 6144, 3072, size=8, modulation=BF16, backward=True),
     Table("rms", "", 6144, 1152, size=1024, parameters=FP32, backward=True),
-    Table("layer", "", 25200, 5120, size=1, backward=True),
+    Table("layer", "", 4200, 5120, size=1, backward=True),
     Table("layer", "_of_gated_sum", 1000, 6144, size=300, modulation=BF16, backward=True),
     Table("rms", "_of_gated_sum", 1300, 394, size=6, dtype=FP32, modulation=FP64, backward=True),  # tensor code
 ]
