@@ -31,6 +31,7 @@ from .make_table import cell_of
 from .records import RESULTS, rows_of
 from .tables import GPUS
 
+UNLIKE_X = "traffic", "parameters", "rows", "tables"  # in which keys may differ that answer in place of one another
 FEWEST_PLANS = 4  # of a cell: fewer say little of the fastest
 
 
@@ -52,7 +53,7 @@ def without(cols: int, key: table.Key) -> tuple[table.Table, ...]:
     """The shipped tables without lines of a width, of keys that could answer in place of this one."""
 
     def left(each: table.Key, widths: dict[int, str]) -> dict[int, str]:
-        alike = each._replace(traffic=key.traffic, parameters=key.parameters, rows=key.rows) == key
+        alike = each._replace(**{name: getattr(key, name) for name in UNLIKE_X}) == key
         return {width: line for width, line in widths.items() if not (alike and width == cols)}
 
     shipped = table.shipped()
