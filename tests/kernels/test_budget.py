@@ -136,6 +136,7 @@ JOBS = [
     # Rings of single rows.
     *((90, replace(make_modulated("layer", cols, direction="backward"), by_key=True)) for cols in (6144, 16384)),
     (100, replace(make_gated_sum("rms", 8192), by_key=True)),
+    *((90, replace(make_gated_sum("layer", cols), by_key=True)) for cols in (4096, 6144)),
     *((arch, of_tables(make_modulated("layer", 3072))) for arch in (80, 90)),  # 72 registers, by a cap
 ]
 
