@@ -1,19 +1,19 @@
-"""Backwards of modulated norms as calls, and what they must give."""
+"""Modulated norms as calls, and what they must give."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
-from cases import BF16, FP16, FP32, statistics_of
-from exact import assert_near, backward, summed
+from cases import BF16, EPS, FP16, FP32, statistics_of
+from exact import assert_near, backward, forward, summed
 from torch import Tensor
 
-from fusednorm.operands import FORMS, Operands, operands_of
-from fusednorm.problem.calls import BackwardCall, check_backward
+from fusednorm.operands import FORMS, OPS, Operands, operands_of
+from fusednorm.problem.calls import BackwardCall, ForwardCall, check
 
-FORWARDS = [suffix[1:] for form, suffix, *_ in FORMS if form.modulate]
 OUTPUTS = "dx", "dweight", "dbias", "dscale", "dshift", "dbranch", "dgate"
+FORWARDS = [suffix for form, suffix, *_ in FORMS if form.modulate]
 SAMPLE, TOKEN, ALL = "sample", "token", "all"  # which rows of x share a row of a modulation
 
 
@@ -32,22 +32,23 @@ class Modulated:
     dtype: torch.dtype = BF16  # of x, dy and the branch
     modulation: torch.dtype = FP32
     parameters: torch.dtype | None = None
-    added: torch.dtype | None = None  # of a gradient that is added to that of the row that is normalized
+    added: torch.dtype | None = None  # of a residual; of a backward, of the gradient of the sum
     factor: str = "one_plus"
     weight_offset: float = 0.0
     unwanted: tuple[str, ...] = ()  # of OUTPUTS
+    forward: str = ""  # the suffix of its op, or else the call is a backward
     device: str = field(default="cpu", compare=False)
 
     def __str__(self) -> str:
         of = "-".join(filter(None, (self.scale, self.shift, self.gate)))
         dtypes = (self.dtype, self.modulation, self.parameters, self.added)
         text = f"{self.norm}-{self.samples}x{self.rows}x{self.cols}-{of}-{self.factor}"
-        text += "".join(f"-{each}".replace("torch.", "") for each in dtypes if each)
+        text += "".join(f"-{each}".replace("torch.", "") for each in dtypes if each) + self.forward
         return text + "".join(f"-no_{each}" for each in self.unwanted)
 
     @property
     def op(self) -> str:
-        return f"{self.norm}_norm_bwd_modulated"
+        return f"{self.norm}_norm_fwd{self.forward}" if self.forward else f"{self.norm}_norm_bwd_modulated"
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -72,7 +73,7 @@ class Modulated:
         if self.parameters:
             found |= {name: draw(self.cols, dtype=self.parameters) for name in ("weight", "bias")}
         if self.added:
-            found["residual_grad"] = draw(*shape, dtype=self.added)
+            found["residual" if self.forward else "residual_grad"] = draw(*shape, dtype=self.added)
         return found
 
     @property
@@ -80,21 +81,36 @@ class Modulated:
         return [name not in self.unwanted for name in OUTPUTS]
 
     def arguments(self) -> dict:
-        """Of the op, by name, with exact statistics."""
+        """Of the op, by name, with exact statistics; of a forward with others, too."""
         given = self.tensors
-        settings = {"modulate": self.factor, "weight_offset": self.weight_offset, "output_mask": self.mask}
-        return given | statistics_of(self.norm, given["x"]) | settings | {"normalized_shape": (self.cols,)}
+        settings = {"modulate": self.factor, "weight_offset": self.weight_offset, "normalized_shape": (self.cols,)}
+        if not self.forward:
+            return given | statistics_of(self.norm, given["x"]) | settings | {"output_mask": self.mask}
+        return given | settings | {"x": given.get("branch", given["x"]), "eps": EPS, "rounds_sum": self.gate is None}
 
     @property
     def operands(self) -> Operands:
         return operands_of(self.op, (), self.arguments())
 
     @property
-    def call(self) -> BackwardCall:
-        return check_backward(self.operands)
+    def call(self) -> ForwardCall | BackwardCall:
+        return check(self.operands)
 
     def check(self, outputs: tuple[Tensor | None, ...]) -> None:
-        assert_near(self.operands, outputs, backward(self.operands), summed)
+        if self.forward:
+            assert_near(self.operands, outputs, forward(self.operands))
+        else:
+            assert_near(self.operands, outputs, backward(self.operands), summed)
+
+
+def forward_of(
+    norm: str, suffix: str, *sizes: int, shift: str | None = TOKEN, gate: str = ALL, added: torch.dtype = FP32, **more
+) -> Modulated:
+    """A forward with the operands that its op has."""
+    op, fields = OPS[f"{norm}_norm_fwd{suffix}"], {"shift": shift, "gate": gate, "residual": added}
+    fields = {name: each if op.slot(name) else None for name, each in fields.items()}
+    fields = {"added": fields.pop("residual"), "factor": op.form.modulate} | fields | more
+    return Modulated(norm, *sizes, **fields, forward=suffix)
 
 
 def some(*cases: Modulated) -> list[Modulated]:

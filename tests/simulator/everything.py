@@ -26,7 +26,7 @@ from devices import named
 from gated import FORMS as GATED
 from head_norms import HeadCase, calls_of
 from modulations import ALL as OF_ALL
-from modulations import SAMPLE, TOKEN, Modulated
+from modulations import FORWARDS, SAMPLE, TOKEN, Modulated, forward_of
 from planning import make_problem
 from steps import FORMS, Steps
 from tables import Table
@@ -117,12 +117,16 @@ def formed(draw: random.Random) -> FormProblem:
             WideSum(norm, rows, cols, dtype, has_residual_grad=draw.random() < 0.5),
             Steps(norm, draw.choice(GATED), rows, cols, dtype, FP32, other),
             Modulated(norm, 2, rows // 2, cols, SAMPLE, shift, gate, dtype, other, draw.choice(added)),
+            forward_of(norm, draw.choice(FORWARDS), 2, rows // 2, cols, shift=shift, gate=draw.choice((SAMPLE, OF_ALL)),
+                       added=other, dtype=dtype, modulation=other, parameters=draw.choice(added)),
             Table(norm, draw.choice(OF_TABLES), rows // 3, cols, draw.choice((1, 3, 9)), dtype, other,
                   draw.choice((torch.int32, torch.int64)), draw.choice(added), shift is not None,
                   direction == "backward", draw.random() < 0.8),
         ))  # fmt: skip
-        if isinstance(case, (Modulated, WideSum)):
+        if isinstance(case, WideSum) or (isinstance(case, Modulated) and not case.forward):
             direction = "backward"
+        elif isinstance(case, Modulated):
+            direction = "forward"
         elif isinstance(case, Steps) and not case.form.activates:
             direction = "forward"
         device, sms = draw.choice(DEVICES), draw.randint(2, 5)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import BF16, EPS, FP32
-from exact import assert_near, forward
-from modulations import FORWARDS, PORTABLE, SAMPLE, TOKEN, Modulated
+from modulations import FORWARDS, PORTABLE, SAMPLE, TOKEN, Modulated, forward_of
 from simulator.host import outputs_of
 
 from fusednorm import reference
-from fusednorm.operands import OPS, operands_of
+from fusednorm.operands import operands_of
 from fusednorm.planner.candidates import candidates
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import Plan, from_text
@@ -69,34 +68,25 @@ def test_modulated_backwards_by_clusters_give_the_gradients_of_autograd_in_float
 @pytest.mark.parametrize(
     "norm, form, samples, rows, cols, parameters, modulations",
     [
-        ("layer", "modulated", 2, 40, 512, None, BF16),  # tiles of several rows
-        ("rms", "modulated_plus_residual", 2, 34, 2064, None, BF16),  # of one or two, and rows that end within a chunk
-        ("layer", "modulated", 1, 35, 528, None, BF16),  # one sample, that ends within a tile
-        ("layer", "modulated_plus_residual", 2, 32, 8192, None, BF16),  # clusters
-        ("layer", "modulated", 2, 40, 512, BF16, BF16),
-        ("rms", "modulated_plus_residual", 2, 34, 2064, FP32, BF16),
-        ("layer", "modulated_plus_residual", 2, 33, 3072, BF16, BF16),
-        ("layer", "modulated", 2, 68, 2304, None, FP32),  # CTAs that live long, with more tiles than stages
-        ("rms", "modulated", 3, 40, 1536, None, FP32),
-        ("layer", "modulated", 1, 9, 8192, None, FP32),
+        ("layer", "_modulated", 2, 40, 512, None, BF16),  # tiles of several rows
+        ("rms", "_modulated_plus_residual", 2, 34, 2064, None, BF16),  # of one or two, and rows that end within a chunk
+        ("layer", "_modulated", 1, 35, 528, None, BF16),  # one sample, that ends within a tile
+        ("layer", "_modulated_plus_residual", 2, 32, 8192, None, BF16),  # clusters
+        ("layer", "_modulated", 2, 40, 512, BF16, BF16),
+        ("rms", "_modulated_plus_residual", 2, 34, 2064, FP32, BF16),
+        ("layer", "_modulated_plus_residual", 2, 33, 3072, BF16, BF16),
+        ("layer", "_modulated", 2, 68, 2304, None, FP32),  # CTAs that live long, with more tiles than stages
+        ("rms", "_modulated", 3, 40, 1536, None, FP32),
+        ("layer", "_modulated", 1, 9, 8192, None, FP32),
     ],
 )
 def test_modulated_forwards_by_rings_give_the_numbers_of_float64(
     norm, form, samples, rows, cols, parameters, modulations
 ):
-    generator = torch.Generator().manual_seed(0)
-    packed, shape = torch.randn(samples, 4, cols, generator=generator).to(modulations), (samples, rows, cols)
-    tensors = {"x": torch.randn(shape, generator=generator).to(BF16), "scale": packed[:, 1:2]}
-    other = {"shift": packed[:, 2:3]}, {"residual": torch.randn(shape, generator=generator).to(BF16)}
-    tensors |= other[form != "modulated"]
-    if parameters:
-        weight, bias = torch.randn(2, cols, generator=generator).to(parameters)
-        tensors |= {"weight": weight} | ({"bias": bias} if norm == "layer" else {})
-    op, settings = f"{norm}_norm_fwd_{form}", {"normalized_shape": (cols,), "eps": EPS}
-    operands = operands_of(op, (), tensors | settings)
-    call, exact = check_forward(operands), forward(operands)
-    for plan in rings(call):
-        assert_near(operands, outputs_of(call, plan), exact)
+    more = {"shift": SAMPLE, "added": BF16, "parameters": parameters, "modulation": modulations}
+    modulated = forward_of(norm, form, samples, rows, cols, **more)
+    for plan in rings(modulated.call):
+        modulated.check(outputs_of(modulated.call, plan))
 
 
 @pytest.mark.parametrize("modulation", [BF16, FP32], ids=str)
@@ -104,15 +94,9 @@ def test_modulated_forwards_by_rings_give_the_numbers_of_float64(
 def test_steps_of_a_forward_are_rounded_where_code_of_these_dtypes_rounds_them(form, modulation):
     """The compiler would make one multiply-add of a product and a sum. The sums are exact, and all but those results
     whose x_hat has another last bit."""
-    op, shape = f"layer_norm_fwd_{form}", (2, 40, 512)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: torch.randn(shape, generator=generator).to(BF16) for name in ("x", "residual")}
-    modulations = torch.randn(3, 2, 1, 512, generator=generator).to(modulation)
-    tensors |= dict(zip(("scale", "shift", "gate"), modulations, strict=True))
-    names = {slot.name for slot in OPS[op].inputs}
-    settings = {"normalized_shape": (512,), "eps": EPS, "rounds_steps": True}
-    settings |= {"residual_dtype": modulation} if "gated" in form else {}
-    operands = operands_of(op, (), {name: each for name, each in tensors.items() if name in names} | settings)
+    modulated = forward_of("layer", form, 2, 40, 512, shift=SAMPLE, gate=SAMPLE, added=BF16, modulation=modulation)
+    settings = {"rounds_sum": True, "rounds_steps": True} | ({"residual_dtype": modulation} if "gated" in form else {})
+    operands = operands_of(modulated.op, (), modulated.arguments() | settings)
     call, want = check_forward(operands), reference.formula(operands)
     for variant in ("multi_wave", "async_copy", "pipelined"):
         for plan in candidates(variant, call.problem, H200)[:1]:
