@@ -330,7 +330,7 @@ def main() -> int:
     tools, names = (*COMPUTE_SANITIZER, CONSAN), (*OPS, *OTHERS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=tools, default=TOOLS)
-    parser.add_argument("--ops", nargs="+", choices=names, default=names)
+    parser.add_argument("--ops", nargs="+", metavar="OP", choices=names, default=names, help="default: all")
     parser.add_argument("--limit", type=float, default=240, help="seconds for the calls of one op under one tool")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which the run stops")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
