@@ -75,7 +75,7 @@ def explain_column_sum(
         why = f"the inputs are on {inputs[0].device}, where ATen's kernels run"
     if why:
         return ColumnSumExplanation(problem, rows, None, Choice(ReferencePlan(why)), why, notes)
-    spec = device or gpus.spec_of(inputs[0].device)
+    spec = gpus.less_margin(device) if device else gpus.spec_of(inputs[0].device)
     ordered, of_block = invariance.switch.invariance(), rows
     if ordered > 0:
         spec, of_block = spec.of_architecture(), min(rows, ordered)

@@ -24,16 +24,19 @@ OF_Q = {"x": "q", "weight": "q_weight", "bias": "q_bias", "grad_out": "grad_q"} 
 
 @dataclass(frozen=True)
 class HeadLaunch:
-    """What computes a direction, "forward" or "backward", for some of q and k: a plan, and the CTAs of each."""
+    """What computes a direction, "forward" or "backward", for some of q and k: a plan, and the CTAs of each. Without a
+    plan, as of a weight of all heads without a rotation, a norm of each, as `explain` explains it."""
 
     direction: str
     tensors: tuple[str, ...]
-    plan: HeadPlan | ReferencePlan
+    plan: HeadPlan | ReferencePlan | None
     ctas: tuple[int, ...] = ()
     copied: tuple[str, ...] = ()  # tensors that are copied first, because their rows cannot be read in place
 
     def __str__(self) -> str:
         start = f"{self.direction} of {' and '.join(self.tensors)}"
+        if self.plan is None:
+            return f"{start}: a weight of all heads: a norm of ours for each of q and k"
         if isinstance(self.plan, ReferencePlan):
             return f"{start}: ATen, {self.plan.reason}"
         copied = f", {', '.join(self.copied)} copied first" if self.copied else ""
@@ -73,16 +76,14 @@ def explain_qk_norm_packed(
 
 def _explained(op: str, operands: Operands, device: DeviceSpec | None, *packed: Any) -> HeadExplanation:
     """`packed` is (qkv, packing) if q and k are parts of a packed tensor."""
-    reason = None
-    if not packed and heads_of(operands).are_rows:
-        reason = "a weight of all heads: a norm of ours for each of q and k"
-    else:
-        validate(op, heads_of(operands), may_span=not packed)
-        if device is None and not runs_kernels(operands.x):
-            reason = f"the tensors are on {operands.x.device}, where ATen's kernels run"
-    if reason:
-        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, ReferencePlan(reason)) for way in DIRECTIONS))
-    spec = device or gpus.spec_of(operands.x.device)
+    heads = heads_of(operands)
+    validate(op, heads, may_span=not packed)
+    if device is None and not runs_kernels(operands.x):
+        plan = ReferencePlan(f"the tensors are on {operands.x.device}, where ATen's kernels run")
+        return HeadExplanation(None, tuple(HeadLaunch(way, NAMES, plan) for way in DIRECTIONS))
+    spec = gpus.less_margin(device) if device else gpus.spec_of(operands.x.device)
+    if not packed and heads.are_rows:
+        return HeadExplanation(spec, tuple(HeadLaunch(way, NAMES, None) for way in DIRECTIONS))
     return HeadExplanation(spec, tuple(_launches(both_ways(operands, *packed), spec)))
 
 

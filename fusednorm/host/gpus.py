@@ -23,6 +23,11 @@ def spec_of(device: torch.device) -> DeviceSpec:
         spec = _of_cuda(device.index)
     else:
         spec = A100 if device.type == "cpu" else H200
+    return less_margin(spec)
+
+
+def less_margin(spec: DeviceSpec) -> DeviceSpec:
+    """The same device, less the `sm_margin` in force."""
     return spec.leaving(margin.sms) if margin.sms else spec
 
 

@@ -27,7 +27,7 @@ from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
-from ..settings import invariance, margin
+from ..settings import invariance
 from ..settings.forcing import forced_variant
 from .warm import Wanted, form_named
 
@@ -325,7 +325,7 @@ def explain(
         return _by_reference(problem, rows, f"x is on {x.device}, where ATen's kernels run", notes)
     if rows == 0 or cols == 0:
         return _by_reference(problem, rows, "x has no elements", notes)
-    spec = device.leaving(margin.sms) if device else gpus.spec_of(x.device)
+    spec = gpus.less_margin(device) if device else gpus.spec_of(x.device)
     of_block, in_force = rows, invariance.switch.invariance()
     if 0 < in_force < rows and problem.num_sums:
         of_block = in_force

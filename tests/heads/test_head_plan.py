@@ -239,7 +239,10 @@ def test_an_explanation_tells_what_atens_operations_do():
     assert "ATen, the tensors are on cpu, where ATen's kernels run" in str(fusednorm.explain_qk_norm(**given))
     q, k = given["q"], given["k"]
     whole = fusednorm.explain_qk_norm(q, k, given["q_weight"].repeat(4), given["k_weight"].repeat(2), device=H200)
+    assert whole.device == H200 and "ATen" not in str(whole)
     assert "a weight of all heads: a norm of ours for each of q and k" in str(whole)
+    with pytest.raises(RuntimeError, match="^explain_qk_norm: "):
+        fusednorm.explain_qk_norm(q, k.long(), given["q_weight"].repeat(4), given["k_weight"].repeat(2), device=H200)
 
 
 # Each architecture compiles every third of the cases; `python tests/versions.py` compiles them all.

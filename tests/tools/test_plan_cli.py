@@ -241,6 +241,19 @@ def test_explain_knows_of_force_and_of_nothing_to_do():
     assert empty.plan.variant == "reference" and "no elements" in str(empty) and json.dumps(empty.as_dict())
 
 
+def test_all_explanations_leave_the_margin_in_force_of_a_given_device_too():
+    x = torch.empty(64, 4, 64, device="meta")
+    ours = (
+        lambda device: explain(x, (64,), device=device),
+        lambda device: fusednorm.explain_qk_norm(x, x, device=device),
+        lambda device: fusednorm.explain_column_sum([x], device=device),
+    )
+    for each in ours:
+        assert each(H200.leaving(8)).device.sm_margin == 8
+        with fusednorm.sm_margin(32):
+            assert each(H200).device.sm_margin == 32
+
+
 def test_explain_refuses_what_the_op_refuses():
     with pytest.raises(RuntimeError, match="x must end in normalized_shape"):
         fusednorm.explain(torch.empty(4, 8), (9,))
