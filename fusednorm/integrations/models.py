@@ -136,17 +136,21 @@ def _set_class(module: nn.Module, to: type) -> None:
 
 
 def _join_rotations(patch: Patch, model: nn.Module) -> None:
-    """Let the norms that lead to a rotation wait for it."""
-    places = {
-        id(module): at for at, (module, _, _) in enumerate(patch._classes)
-        if isinstance(module, NormByHand) and len(module._fused_formula.inputs) == 1
-    }  # fmt: skip
-    for module in model.modules():
-        for each in rotating.join(module, lambda norm: id(norm) in places):
+    """Let the norms that lead to a rotation wait for it, also those that an earlier call has replaced."""
+    names = {module: name for name, module in model.named_modules()}
+    for module in names:
+        for each in rotating.join(module, _may_wait):
             patch._functions.append(each)
-            for at in [places[id(norm)] for norm in each.norms]:
-                norm = patch.replaced[at]
-                patch.replaced[at] = norm._replace(note=f"{norm.note}, with {each.name} behind it")
+            joined = {names[norm] for norm in each.norms}
+            for norms in (patch.replaced, patch.left):
+                behind = f", with {each.name} behind it"
+                norms[:] = [norm._replace(note=norm.note + behind * (norm.name in joined)) for norm in norms]
+
+
+def _may_wait(norm: nn.Module) -> bool:
+    wait = vars(norm).get("_fused_wait")
+    is_of_one = isinstance(norm, NormByHand) and len(norm._fused_formula.inputs) == 1
+    return is_of_one and not (wait and wait.place.is_kept)
 
 
 def _is_listed(module: nn.Module, classes: tuple[type, ...]) -> bool:

@@ -189,6 +189,25 @@ def test_a_rotated_norm_is_one_launch_and_the_function_comes_back(ran):
     assert all(map(torch.equal, ours(*given), stock(*given)))
 
 
+def test_norms_that_an_earlier_call_has_replaced_wait_too_and_no_norm_waits_twice(ran):
+    stock, given = Attention(), inputs()
+    ours = copy.deepcopy(stock)
+    with fusednorm.patch_model(ours):
+        with fusednorm.patch_model(ours, rotary=True) as patch:
+            assert [each.note.partition(",")[2] for each in patch.left] == [" with halves behind it"] * 2
+            with fusednorm.patch_model(ours, rotary=True) as again:
+                assert not again._functions
+            copied = copy.deepcopy(ours)
+            for _ in range(2):
+                assert_same(ours, stock, given)
+            assert len(ran) == 2
+        assert_same(ours, stock, given)
+        assert len(ran) == 2
+    with fusednorm.patch_model(copied, rotary=True):  # whose norms wait for a function that has gone
+        assert_same(copied, stock, given)
+        assert len(ran) == 3
+
+
 def test_another_function_may_take_the_place_of_the_rotation(ran, monkeypatch):
     stock, given = Attention(), inputs()
     ours, seen = copy.deepcopy(stock), []
