@@ -179,11 +179,15 @@ def assert_outputs_close(got: Outputs, case: Case, inputs: Inputs) -> None:
         if output is None:
             continue
         label = f"{case}: {name}"
-        assert reference is not None, f"{label} must be None"
-        dtype = dtypes.get(name, case.x_dtype)
-        assert output.dtype == dtype, f"{label} must be {dtype}, got {output.dtype}"
-        assert output.shape == reference.shape, f"{label} must be {tuple(reference.shape)}, got {tuple(output.shape)}"
-        assert output.is_contiguous(), f"{label} must be contiguous, got strides {output.stride()}"
+        if reference is None:  # no assert statements here: python -O leaves them out
+            raise AssertionError(f"{label} must be None")
+        dtype, shape = dtypes.get(name, case.x_dtype), tuple(reference.shape)
+        if output.dtype != dtype:
+            raise AssertionError(f"{label} must be {dtype}, got {output.dtype}")
+        if output.shape != shape:
+            raise AssertionError(f"{label} must be {shape}, got {tuple(output.shape)}")
+        if not output.is_contiguous():
+            raise AssertionError(f"{label} must be contiguous, got strides {output.stride()}")
         compared = _finite_parts(label, output, reference, getattr(aten, name), magnitudes[name])
         _assert_elements_close(label, *compared, dtype, case.acc_dtype)
         _assert_whole_close(label, *compared, dtype, case.acc_dtype)
@@ -287,7 +291,8 @@ def _finite_parts(label: str, got: Tensor, want: Tensor, aten: Tensor, magnitude
     """All four in float64, with zero where the oracle is not finite. There `got` must be the same nan or infinity."""
     got, aten, finite = got.detach().double(), aten.double(), want.isfinite()
     same = torch.where(finite, got.isfinite(), (got == want) | (got.isnan() & want.isnan()))
-    assert same.all(), f"{label} and the oracle are not finite in different places: {_worst(~same, got, want)}"
+    if not same.all():
+        raise AssertionError(f"{label} and the oracle are not finite in different places: {_worst(~same, got, want)}")
     return tuple(torch.where(finite, t, 0.0) for t in (got, want, aten, magnitude))
 
 
@@ -295,7 +300,8 @@ def _assert_elements_close(label, got: Tensor, want: Tensor, aten: Tensor, magni
     info = torch.finfo(dtype)
     bound = want.abs() * (info.eps / 2) + magnitude * (ACC_ULPS * torch.finfo(acc_dtype).eps)
     excess = (got - want).abs_() / bound.clamp_(min=info.smallest_normal * info.eps)
-    assert not (excess > 1).any(), f"{label} has an element beyond its bound: {_worst(excess, got, want)}"
+    if (excess > 1).any():
+        raise AssertionError(f"{label} has an element beyond its bound: {_worst(excess, got, want)}")
 
 
 def _assert_whole_close(label, got: Tensor, want: Tensor, aten: Tensor, magnitude: Tensor, dtype, acc_dtype) -> None:
@@ -308,7 +314,8 @@ def _assert_whole_close(label, got: Tensor, want: Tensor, aten: Tensor, magnitud
     limit += magnitude.max().item() * torch.finfo(acc_dtype).eps / 2
     # The oracle is exact only to float64. Its error matters for float64 inputs and where the exact answer is zero.
     limit += norm(magnitude).item() * torch.finfo(torch.float64).eps * ACC_ULPS
-    assert error <= limit, f"{label} has L2 error {error:.3e}, limit {limit:.3e}, ATen's own {aten_error:.3e}"
+    if not error <= limit:  # nan fails
+        raise AssertionError(f"{label} has L2 error {error:.3e}, limit {limit:.3e}, ATen's own {aten_error:.3e}")
 
 
 def _worst(badness: Tensor, got: Tensor, want: Tensor) -> str:
