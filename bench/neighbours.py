@@ -39,12 +39,11 @@ def forms(gpu: str) -> str:
 
 
 def backward_ratio(peer: str) -> float:
-    """The geometric mean of a peer's backwards with gates or modulations over ours. Those with tables are left out:
-    ours have other kernels than when they were timed."""
+    """The geometric mean of a peer's backwards with gates or modulations over ours."""
     found: dict[tuple, dict[str, float]] = {}
     for r in records_of("forms"):
         is_one = "gate" in r["form"] or r["form"].endswith("modulated")
-        if is_one and r["direction"] == "backward" and r.get("median_us") and not r.get("table"):
+        if is_one and r["direction"] == "backward" and r.get("median_us"):
             found.setdefault(form_case(r), {})[r["candidate"]] = r["times_floor"]
     both = (each for each in found.values() if {peer, "ours"} <= each.keys())
     return statistics.geometric_mean(each[peer] / each["ours"] for each in both)
