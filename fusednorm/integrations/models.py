@@ -38,13 +38,14 @@ class Patch:
     _functions: list[rotating.Replaced] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """Give every replaced module its own class back. Parameters stay, with all training since."""
+        """Give every replaced module its own class back. Parameters stay, with all training since. A module of which
+        other code has made a class of its own since, as a parametrization does, waits for a call when that is gone."""
         for module, before, after in self._classes:
             if type(module) is after:
                 _set_class(module, before)
         for each in self._functions:
             each.restore()
-        self._classes.clear()
+        self._classes[:] = [each for each in self._classes if isinstance(each[0], each[2])]
         self._functions.clear()
 
     def __enter__(self) -> Patch:

@@ -586,6 +586,16 @@ def test_a_block_restores_at_its_end():
     assert type(model[0]) is PlainRMSNorm
 
 
+def test_a_module_with_a_parametrization_is_restored_when_that_is_gone():
+    module = made(PlainRMSNorm)
+    with fusednorm.patch_model(module) as patch:
+        nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+    nn.utils.parametrize.remove_parametrizations(module, "weight")
+    assert type(module) is not PlainRMSNorm
+    patch.restore()
+    assert type(module) is PlainRMSNorm
+
+
 @every_kind
 def test_who_kept_a_replaced_forward_runs_the_own_one_after_restore(make):
     module, x = made(make), torch.randn(3, COLS)
