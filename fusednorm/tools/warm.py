@@ -286,7 +286,7 @@ def form_named(
 
 
 def _check_types(given: dict[str, int | Sequence[int] | None], *dtypes: torch.dtype | None) -> None:
-    for name, sizes in ((name, each) for name, each in given.items() if each is not None):
+    for name, sizes in ((name, each) for name, each in given.items() if each is not None or name == "cols"):
         many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         for size in many:
             if not isinstance(size, int):
