@@ -289,7 +289,7 @@ def _check_types(given: dict[str, int | Sequence[int] | None], *dtypes: torch.dt
     for name, sizes in ((name, each) for name, each in given.items() if each is not None or name == "cols"):
         many = sizes if isinstance(sizes, Sequence) and not isinstance(sizes, str) else [sizes]
         for size in many:
-            if not isinstance(size, int):
+            if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"warmup: {name} must be an integer or several, got {size!r}")
             if size < 1:
                 raise RuntimeError(f"warmup: {name} must be 1 or more, got {size}")

@@ -198,6 +198,7 @@ def test_residual_backwards_name_themselves_on_every_route(op):
         (lambda: fusednorm.patch_model(None), TypeError, "patch_model: model must be a torch.nn.Module, got NoneType"),
         (lambda: fusednorm.warmup("layer", "8", torch.float32), TypeError, "warmup: cols must be an integer or"),
         (lambda: fusednorm.warmup("layer", None, torch.half), TypeError, "warmup: cols must be an integer or several"),
+        (lambda: fusednorm.warmup("layer", True, torch.half), TypeError, "warmup: cols must be an integer or several"),
         (lambda: fusednorm.warmup("layer", 0, torch.float32), RuntimeError, "warmup: cols must be 1 or more, got 0"),
         (lambda: fusednorm.warmup("layer", 8, None), TypeError, "warmup: dtype must be a torch.dtype, got None"),
         (lambda: fusednorm.warmup("layer", 8, torch.int8), RuntimeError, "warmup: dtypes must be float16, bfloat16"),
