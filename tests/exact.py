@@ -67,7 +67,7 @@ def backward(operands: Operands, added: Tensor | None = None) -> Outputs:
 
 
 def rounded_once(epsilon: float, terms: int) -> tuple[float, float]:
-    """rtol and atol of an output of such a dtype, each element of which is a sum over so many rows."""
+    """rtol and atol of an output of this dtype. Each of its elements is a sum over so many rows."""
     return epsilon + 2e-6, 5e-5
 
 

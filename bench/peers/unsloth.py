@@ -1,4 +1,4 @@
-"""Unsloth's norms and rotation of q and k, of which only the files of kernels are loaded.
+"""Unsloth's norms and rotation of q and k. Only its files of kernels are loaded.
 
 Its own import needs more packages and replaces functions of torch and transformers in the process. The kernels, and
 what chooses their launches, need three names of unsloth_zoo that have no part in either.

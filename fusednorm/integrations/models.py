@@ -38,8 +38,8 @@ class Patch:
     _functions: list[rotating.Replaced] = field(default_factory=list, repr=False)
 
     def restore(self) -> None:
-        """Give every replaced module its own class back. Parameters stay, with all training since. A module of which
-        other code has made a class of its own since, as a parametrization does, waits for a call when that is gone."""
+        """Give every replaced module its own class back. Parameters stay, with all training since. A parametrization
+        hides our class behind one of its own. Such a module gets its class back by a call after it has gone."""
         for module, before, after in self._classes:
             if type(module) is after:
                 _set_class(module, before)

@@ -82,12 +82,13 @@ class Table:
         return cols, tuple((most or math.inf, text) for most, text in plans), (day or [self.date])[0]
 
     def unlike_x(self, problem: NormProblem) -> Key | None:
-        """The key of the problem's parameters and rows that are unlike x, or of its rows, or of its parameters, and of
-        its tables, or else without: the first that has a near width. None if none has, or nothing is unlike x."""
+        """The first key with a near width: of all that is unlike x of the problem, without its parameters, without its
+        rows, or without parameters and tables, if it has tables. None if none has one, or nothing is unlike x."""
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
         ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
         ways = (*ways, key._replace(parameters=0, tables=0)) if problem.tables else ways
-        return next((each for each in ways if any(each[-3:]) and self._lines(each, problem.cols)), None)
+        unlike_x = (each for each in ways if any(each[-3:]))  # parameters, rows or tables
+        return next((each for each in unlike_x if self._lines(each, problem.cols)), None)
 
     def _like(self, key: Key) -> Key:
         """The key of parameters and rows like x with the nearest traffic, which is the problem's own if the table has

@@ -152,7 +152,7 @@ class Explanation:
         if problem.form.groups > 1:
             grid += f" for each of {problem.form.groups} groups"
         if problem.by_key:
-            grid += ", of which some have the rows of each number"
+            grid += ", some of them for the rows of each number"
         if self.sample_rows:
             grid += f" for each of {_count(rule.samples(self.rows), 'sample')}"
         left = f"; sm_margin leaves {device.sm_margin} to others" if device.sm_margin else ""

@@ -196,7 +196,7 @@ def time_plans(task: Task, rows: int, plans: Iterable[Plan], device: DeviceSpec)
     def drawn(like: torch.Tensor) -> torch.Tensor:
         if not like.is_floating_point():  # an index of tables
             return torch.randint(FEW_TABLE_ROWS, (rows,), device="cuda", dtype=like.dtype)
-        if len(like) == FEW_TABLE_ROWS:
+        if len(like) == FEW_TABLE_ROWS:  # a table
             return torch.rand(like.shape, device="cuda").to(like.dtype)
         if like.dim() == 1:
             return torch.rand(max(shape), device="cuda").to(like.dtype)

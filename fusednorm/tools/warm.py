@@ -51,7 +51,7 @@ from ..settings.forcing import forced_variant
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-FEW_TABLE_ROWS = 8  # how many bits a sort looks at depends on them, and no plan
+FEW_TABLE_ROWS = 8  # the bits that a sort looks at depend on them, and no plan does
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
 # Up to this many builds are compiled in this process, because a worker first imports torch and triton, which takes

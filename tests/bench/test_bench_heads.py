@@ -69,7 +69,7 @@ def test_what_is_compiled_ahead_wants_the_gradients_that_are_timed(packed):
 
 
 def test_only_files_of_kernels_are_loaded_of_unsloth(monkeypatch, tmp_path):
-    """And no module of its packages, nor their mark on keys of Inductor's cache, stays."""
+    """No module of its packages stays, and no mark of theirs on keys of Inductor's cache."""
     sources = {
         "__init__.py": "raise AssertionError",
         "device_type.py": "from unsloth_zoo.utils import Version",
