@@ -50,11 +50,12 @@ from .loads import (
     stride_of_gradients,
     unfolded,
 )
-from .ptx import launch_dependents
+from .ptx import launch_dependents, multiply_add_of_16_bits
 from .rowmath import (
     corrected_moments,
     input_gradient,
     inverse_std,
+    multiplies_in_16_bits,
     normalize,
     quotient,
     row_means,
@@ -367,10 +368,14 @@ def write_rows(
     tiles = load_late_tiles(tiles, rows_in, strides_in, index, row, rows, cols, norm, tile) + of_sample
     for c in tl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
-        y = norm.form.round_x_hat(normalize(x[c].to(norm.acc), mean, rstd, norm), of_chunk, norm)
-        y = norm.form.scale(y, widen(weight[c], dtype=norm.acc), norm)
-        y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
-        y = norm.form.finish(y, of_chunk, norm)
+        y = normalize(x[c].to(norm.acc), mean, rstd, norm)
+        if multiplies_in_16_bits(norm, of_chunk, weight[c], bias[c], y_ptr.dtype.element_ty):
+            y = multiply_add_of_16_bits(y, weight[c], bias[c])
+        else:
+            y = norm.form.round_x_hat(y, of_chunk, norm)
+            y = norm.form.scale(y, widen(weight[c], dtype=norm.acc), norm)
+            y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
+            y = norm.form.finish(y, of_chunk, norm)
         start = (row * of_groups(cols, tile))[:, None]
         store_chunk(y_ptr, start, y, in_range[:, None], cols, c, tile)
 

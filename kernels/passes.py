@@ -7,12 +7,22 @@ from triton.experimental.gluon import language as gl
 
 from .cluster import sum_over_cluster
 from .loads import Statistics, chunk_of, combine, of_groups, plus
-from .row_tile import aligned, chunk_with_shared, columns_of_thread, parameter_row, store_chunk, tile_layout
+from .ptx import multiply_add_of_16_bits
+from .row_tile import (
+    aligned,
+    chunk_with_shared,
+    columns_of_thread,
+    parameter_row,
+    row_as_held,
+    store_chunk,
+    tile_layout,
+)
 from .rowmath import (
     corrected_moments,
     gradient_beside_x_hat,
     input_gradient,
     inverse_std,
+    multiplies_in_16_bits,
     normalize,
     quotient,
     snapped,
@@ -208,10 +218,13 @@ def store_y(
     for c in gl.static_range(tile.chunks):
         of_chunk = chunk_with_shared(tiles, held, c, tile)
         y = normalize(widen(x[c], tile.in_pairs), mean, rstd, norm)
-        y = norm.form.round_x_hat(y, of_chunk, norm)
-        y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
-        y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
-        y = norm.form.finish(y, of_chunk, norm)
+        if multiplies_in_16_bits(norm, of_chunk, weight[c], bias[c], y_ptr.dtype.element_ty):
+            y = multiply_add_of_16_bits(y, row_as_held(weight[c], tile), row_as_held(bias[c], tile))
+        else:
+            y = norm.form.round_x_hat(y, of_chunk, norm)
+            y = norm.form.scale(y, parameter_row(weight[c], norm.has_weight, tile), norm)
+            y = norm.form.shift(y, parameter_row(bias[c], norm.has_bias, tile), norm)
+            y = norm.form.finish(y, of_chunk, norm)
         # y is likely to be read soon, x perhaps never again: L2 should evict y's lines last.
         store_chunk(y_ptr, y, row, of_groups(cols, tile), cols, c, "evict_last", tile)
 

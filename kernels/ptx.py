@@ -81,6 +81,15 @@ def to_bfloat16(x):
     return tl.inline_asm_elementwise(ptx, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
+@triton.jit
+def multiply_add_of_16_bits(x, a, b):
+    """x, of float32, rounded to the dtype of a and b, times a plus b, rounded once; two values at a time by two
+    instructions. Only for kernels that are never interpreted."""
+    pair: tl.constexpr = "bf16x2" if a.dtype == tl.bfloat16 else "f16x2"
+    ptx: tl.constexpr = f"{{ .reg .b32 t; cvt.rn.{pair}.f32 t, $2, $1; fma.rn.{pair} $0, t, $3, $4; }}"
+    return tl.inline_asm_elementwise(ptx, "=r,f,f,r,r", [x, a, b], a.dtype, is_pure=True, pack=2)
+
+
 # --- The slots of narrow_async.py. A slot is 16 bytes of shared memory. Each thread has some, far apart ---
 
 

@@ -251,14 +251,20 @@ def combine_tiles(tiles, held, rows_out, norm: gl.constexpr, tile: gl.constexpr)
 
 
 @gluon.jit
+def row_as_held(held, tile: gl.constexpr):
+    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk]."""
+    row = held
+    if tile.weight_in_smem:
+        row = held.load(column_layout(tile))
+    return gl.expand_dims(row, 0)
+
+
+@gluon.jit
 def parameter_row(held, present: gl.constexpr, tile: gl.constexpr):
-    """One chunk of a parameter that `hold_parameter` keeps, [1, cluster, chunk], in float32; the placeholder of an
-    absent parameter as it is."""
+    """`row_as_held` in float32; the placeholder of an absent parameter as it is."""
     row = held
     if present:
-        if tile.weight_in_smem:
-            row = held.load(column_layout(tile))
-        row = widen(gl.expand_dims(row, 0), tile.in_pairs)
+        row = widen(row_as_held(held, tile), tile.in_pairs)
     return row
 
 

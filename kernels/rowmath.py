@@ -308,6 +308,17 @@ def as_x_compiled(x_hat, tiles, norm: tl.constexpr):
     return rounded
 
 
+@triton.constexpr_function
+def multiplies_in_16_bits(norm, tiles, weight, bias, y_dtype):
+    """Whether y is a rounded x_hat times the weight plus the bias, all of y's 16 bits: ptx.multiply_add_of_16_bits.
+    Without a bias LLVM multiplies pairs by itself. The rounding of interpreted kernels is not `as_x_compiled`."""
+    form = norm.form
+    if not (norm.has_weight and norm.has_bias and form.round_x_hat is as_x_compiled):
+        return False
+    alone = form.scale is times_weight and form.shift is plus_bias and form.finish is u_alone
+    return alone and y_dtype.primitive_bitwidth == 16 and {tiles[0].dtype, weight.dtype, bias.dtype} == {y_dtype}
+
+
 @triton.jit
 def times_weight(x, weight, norm: tl.constexpr):
     if norm.has_weight:

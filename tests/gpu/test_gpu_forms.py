@@ -20,6 +20,7 @@ from norm_forms import (
     leaves,
     run,
 )
+from ties import check_that_y_is_rounded_once, operands_with_ties
 
 import fusednorm
 from bench.written import modulations_of, rows_of
@@ -137,3 +138,14 @@ def test_rounding_of_x_hat_gives_the_bits_of_transformers_code(cols):
     want = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(BF16)
     got = FACES["rms_norm_fwd_affine"][0](x, weight, eps=EPS, rounding="x_hat")
     assert int((got != want).sum()) <= got.numel() // 1000
+
+
+@pytest.mark.parametrize("variant, cols", VARIANTS, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_weight_and_a_bias_of_16_bits_take_one_rounding(dtype, variant, cols):
+    given = operands_with_ties(128, cols, dtype, "cuda")
+    with fusednorm.force(variant):
+        outputs = torch.ops.fusednorm.layer_norm_fwd_affine(
+            given.x, [cols], given.weight, given.bias, given.eps, rounds_x_hat=True
+        )
+    check_that_y_is_rounded_once(given, outputs)

@@ -43,20 +43,24 @@ def number(text: str, kind: str):
     return np.array(value, f"uint{8 * dtype.itemsize}").view(dtype)[()]
 
 
-def fma(a, b, c):
-    """a * b + c in float32, rounded once.
+def odd_fma(a, b, c):
+    """a * b + c of float32 in float64, rounded to odd: rounding it to fewer bits gives what rounding once would.
 
-    The product of two float32 is exact in float64. The sum is rounded to float64 and then to float32, and the second
-    rounding goes wrong only at a tie: there the float64 sum is moved by one bit towards the exact sum.
-    """
+    The product is exact. An even sum is moved by one bit towards the exact sum, if it is not that."""
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)  # exact, by Knuth's two-sum
+    odd = total.view(np.int64) & 1
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    return (total.view(np.int64) + np.where((np.abs(error) > 0) & (odd == 0), away, 0)).view(np.float64)
+
+
+def fma(a, b, c):
+    """a * b + c in float32, rounded once: only at a tie of the sum in float64 does that take `odd_fma`."""
+    total = np.multiply(a, b, dtype=np.float64) + c
     if ((total.view(np.uint64) & BELOW_FLOAT) == HALF_ULP).any():
-        back = total - product
-        error = (product - (total - back)) + (c - back)  # exact, by Knuth's two-sum
-        odd = total.view(np.int64) & 1
-        away = np.where((error > 0) == (total > 0), 1, -1)
-        total = (total.view(np.int64) + np.where((error != 0) & (odd == 0), away, 0)).view(np.float64)
+        total = odd_fma(a, b, c)
     return total.astype(np.float32)
 
 
@@ -114,7 +118,7 @@ def to_odd(x):
     near = x.astype(np.float32)
     lost, bits = x - near, near.view(np.int32)
     step = np.where((lost > 0) != np.signbit(near), 1, -1)
-    return (bits + np.where((lost != 0) & (bits & 1 == 0), step, 0).astype(np.int32)).view(np.float32)
+    return (bits + np.where((np.abs(lost) > 0) & (bits & 1 == 0), step, 0).astype(np.int32)).view(np.float32)
 
 
 def to_bf16(x):

@@ -18,7 +18,7 @@ INTEGER, LONG, REAL = r"[su](?:16|32|64)", r"[su](?:32|64)", "f32|f64|f32x2"
 FUNCTIONS = [
     ("add", rf"add\.({INTEGER})|add(?:\.rn)?\.({REAL})", "K K K"),
     ("add", r"add(?:\.rn)?\.(bf16|f16)", "K K K"),  # in float32, rounded once more, which is exact (2 * 11 + 2 bits)
-    ("fma", r"fma\.rn\.(bf16)", "K K K K"),  # the same for sm_80, which adds a number times 1
+    ("odd_fma", r"fma\.rn\.(bf16|f16)", "K K K K"),
     ("subtract", rf"sub\.({INTEGER})|sub(?:\.rn)?\.({REAL})", "K K K"),
     ("multiply", rf"mul\.lo\.({INTEGER})|mul(?:\.rn)?\.({REAL})", "K K K"),
     ("divide", r"div\.rn\.(f32|f64)", "K K K"),
@@ -110,6 +110,7 @@ def _to_pairs(t, operands, to):
 
 @instruction(r"(add|fma)(?:\.rn)?\.(bf16|f16)x2")
 def _compute_pairs(t, operands, function, kind):
+    function = {"fma": "odd_fma"}.get(function, function)
     for each, *sources in zip(*map(_halves, operands), strict=True):
         t.set(each, kind, f"{function}({', '.join(t.get(source, kind) for source in sources)})")
 

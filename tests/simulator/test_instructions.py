@@ -28,6 +28,16 @@ def test_fma_rounds_once():
         assert errors[0] == min(errors), (x, y, z)
 
 
+@pytest.mark.parametrize("pair, dtype", [("bf16x2", torch.bfloat16), ("f16x2", torch.float16)])
+def test_fma_of_16_bits_rounds_once(pair, dtype):
+    """The product is a tie, and the summand is lost in float32."""
+    tie, small = 1 + torch.finfo(dtype).eps, torch.tensor([2.0**-24, -(2.0**-24)])
+    data = torch.stack([torch.full((2,), tie), torch.full((2,), 1.5), small, torch.zeros(2)]).to(dtype)
+    loads = "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d0];"
+    run(f"{loads} fma.rn.{pair} %r4, %r1, %r2, %r3; st.global.b32 [%d0+12], %r4;", data, threads=32)
+    assert data[3].tolist() == [1.5 + 2 * (tie - 1), 1.5 + (tie - 1)]
+
+
 def test_bfloat16_is_rounded_to_nearest_even():
     values = torch.cat([torch.randn(1000), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1e-40, float("inf"), -0.0])])
     got = arithmetic.to_bf16(values.numpy())

@@ -205,7 +205,8 @@ class _Block:
         numpy_kind = arithmetic.numpy_kind(kind)
         if isinstance(operand, Register):
             if operand.part:
-                return self._file(f"{operand.part}{2 * operand.bits}", operand.row)
+                half = self._file(f"{operand.part}{2 * operand.bits}", operand.row)
+                return f"{half}.view('float16')" if kind == "f16" else half
             if BITS[kind] == operand.bits:
                 return self._file(numpy_kind, operand.row)
             if BITS[kind] < operand.bits:  # the low part of a wider register

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
-from cases import BF16
+from cases import BF16, FP16
 from compiling import DEVICES
 from planning import make_problem, meta_call
 from simulator.host import outputs_of
+from ties import check_that_y_is_rounded_once, operands_with_ties
 
 import fusednorm
 from fusednorm.forms import FormSpec
@@ -34,6 +35,14 @@ def test_x_hat_is_rounded_to_the_bits_of_torch_s_cast(norm, variant):
     x_hat = ((x.float() - mean) if norm == "layer" else x.float()) * rstd
     u = x_hat.to(BF16).double() * (1 + weight.float()).double() + (0 if bias is None else bias.double())
     torch.testing.assert_close(y, u.float().to(BF16), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_weight_and_a_bias_of_16_bits_take_one_rounding(dtype, variant):
+    operands = operands_with_ties(ROWS, COLS, dtype)
+    with fusednorm.force(variant):
+        check_that_y_is_rounded_once(operands, outputs_of(check_forward(operands)))
 
 
 @pytest.mark.parametrize("variant", ["multi_wave", "pipelined"])
