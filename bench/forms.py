@@ -8,9 +8,9 @@
 Candidates: ours; "plain", our norm without the form, where the form moves no more tensors; the form written out, in
 eager mode and by torch.compile; Liger, QuACK and FLA where they are installed and have the form. The floor is a stream
 kernel for each direction with the same large reads and writes. A sandwich, the norm behind a layer and the next one, is
-two ops of ours over the floor of one: the sum is in the first op, or in "plain" in the second. Every candidate is
-compared with float64 first. One JSON line per candidate goes to forms.jsonl. Processes compile the next cases
-meanwhile. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
+one op of ours forward and two backward, over the floor of one; in "plain" it is two, and the sum is in the second.
+Every candidate is compared with float64 first. One JSON line per candidate goes to forms.jsonl. Processes compile the
+next cases meanwhile. Exit code 1 if a result is wrong, 2 without a CUDA GPU.
 """
 
 from __future__ import annotations

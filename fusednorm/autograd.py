@@ -204,7 +204,8 @@ def above_autograd(operands: Operands) -> Outputs:
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
     recorded = _is_recorded(*operands.differentiable)
-    if torch_compat.needs_formula() or (recorded and operands.direction != "forward"):
+    has_node = operands.direction == "forward" and TRANSLATIONS[operands.op].backward in TRANSLATIONS
+    if torch_compat.needs_formula() or (recorded and not has_node):
         return reference.formula(operands)
     outputs = _below_autograd(operands)
     return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=False)) if recorded else outputs

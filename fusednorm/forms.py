@@ -8,7 +8,8 @@ Every norm takes five steps, of which only the second is not by element:
     v = modulate(u, ...)        u * factor(scale) + shift, with a factor of MODULATE
     y = finish(v, ...)          as FINISH says
 
-With groups, a row is normalized in as many parts of adjacent columns, each by itself.
+With groups, a row is normalized in as many parts of adjacent columns, each by itself. A form that normalizes again has
+the norm of y as another output.
 
 A FormSpec names the steps. An op has one, a problem, a plan and a launch carry it on, and the kernels look up the
 functions of its steps (rowmath.py: form_of). The planner asks for counts alone, which are those of the steps.
@@ -59,6 +60,7 @@ class FormSpec(NamedTuple):
     activation: str = "silu"  # of the gate, if there is one: a name among ACTIVATIONS
     groups: int = 1  # of the columns: each has a mean and an rstd of its own
     rounds_steps: bool = False  # every step of combine, modulate and finish to the dtype that torch gives it
+    again: bool = False  # whether y, as it is stored, is normalized again, with parameters of its own: another output
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class FormSpec(NamedTuple):
 
     @property
     def rows_out(self) -> int:
-        return COMBINE[self.combine].rows_out + FINISH[self.finish].rows_out
+        return COMBINE[self.combine].rows_out + FINISH[self.finish].rows_out + self.again
 
     @property
     def modulates(self) -> bool:

@@ -260,6 +260,23 @@ FORM_OPS = tuple(
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
 
+# A norm behind a layer and the next one: y is their sum, and next_y the norm of it. Derivatives are those of two ops.
+NEXT_WEIGHT, NEXT_BIAS = (each._replace(name=f"next_{each.name}") for each in (WEIGHT, BIAS))
+NEXT_Y_, NEXT_MEAN_, NEXT_RSTD_ = (
+    each._replace(name=f"next_{each.name}", gradient=None) for each in (LAST_Y_, MEAN_, RSTD_)
+)
+NEXT_Y_ = NEXT_Y_._replace(promoted_if_rounded=("weight", "bias", "next_weight", "next_bias"))
+AGAIN_OPS = tuple(
+    Op(
+        norm, FORWARD, (X, SHAPE, ADDED_LAST, NEXT_WEIGHT, NEXT_BIAS, WEIGHT, BIAS, eps, *FORM_SETTINGS),
+        (LAST_Y_, *statistics, NEXT_Y_, *next_statistics), suffix="_plus_residual_norm",
+        form=FormSpec(finish="add", again=True),
+    )
+    for norm, eps, statistics, next_statistics in (
+        ("layer", EPS, (MEAN_, RSTD_), (NEXT_MEAN_, NEXT_RSTD_)), ("rms", DEFAULT_EPS, (RSTD_,), (NEXT_RSTD_,)),
+    )
+)  # fmt: skip
+
 # Modulated norms whose modulations are tables.
 INDEX, BY_INDEX = Slot("row_index", Role.INDEX), "_by_index"
 
@@ -276,9 +293,10 @@ def _by_index(op: Op) -> Op:
 
 
 INDEXED_OPS = tuple(_by_index(op) for op in (*MODULATED_OPS, *FORM_OPS) if op.suffix.endswith("_modulated"))
-FORM_NAMES = tuple(op.suffix[1:] for op in (*FORM_OPS, *INDEXED_OPS) if op.direction == FORWARD and op.norm == "rms")
+OPS_OF_FORMS = *FORM_OPS, *INDEXED_OPS, *AGAIN_OPS
+FORM_NAMES = tuple(op.suffix[1:] for op in OPS_OF_FORMS if op.direction == FORWARD and op.norm == "rms")
 BACKWARDS_OF_FORMS = *SUMMANDS_OPS, *MODULATED_OPS, *GATED_OPS, *PACKED_OPS
-OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *FORM_OPS, *INDEXED_OPS)}
+OPS: dict[str, Op] = {op.name: op for op in (*PLAIN_OPS, *BACKWARDS_OF_FORMS, *OPS_OF_FORMS)}
 
 
 def _together(parts: Sequence[tuple], last: tuple) -> tuple:
@@ -434,6 +452,20 @@ def _apart(by: Translation, arguments: Sequence) -> list:
         else:
             raise RuntimeError(f"{by.op.name}: {name} must hold {len(operands)} tensors, got {len(given)}")
     return found
+
+
+def in_two(operands: Operands, run: Callable[[Operands], Outputs]) -> Outputs:
+    """The outputs of an op that normalizes again, by that of the first norm and that of the next one."""
+    h, *statistics = run(_with_names_of(f"{operands.norm}_norm_fwd_plus_residual", operands))
+    next_parameters = {"weight": operands.next_weight, "bias": operands.next_bias}
+    y, *of_h = run(_with_names_of(f"{operands.norm}_norm_fwd_affine", operands, x=h, **next_parameters))
+    return h, *statistics, y, *of_h[OWN_OUTPUTS + 1 - len(operands.outputs) :]
+
+
+def _with_names_of(name: str, operands: Operands, **changed: Any) -> Operands:
+    """The operands of another op that have the same names."""
+    given = {each: getattr(operands, each) for each in TRANSLATIONS[name].names if hasattr(operands, each)}
+    return operands_of(name, (), given | changed)._replace(wants_statistics=operands.wants_statistics)
 
 
 class Derivative(NamedTuple):

@@ -24,6 +24,8 @@ layer_norm_bwd_of_wide_sum, rms_norm_bwd_of_wide_sum
     as `*_bwd_residual`, with the gradient in a second dtype, too: dx in dx_dtype, dsummand in dsummand_dtype
 layer_norm_fwd_plus_residual, rms_norm_fwd_plus_residual
     the same of x, plus residual; y has the promoted dtype of both by default
+layer_norm_fwd_plus_residual_norm, rms_norm_fwd_plus_residual_norm
+    the same, and next_y, the norm of y by next_weight and next_bias, with its statistics
 layer_norm_fwd_of_gated, rms_norm_fwd_of_gated
     the same of x * act(gate), with the function that `activation` names
 layer_norm_fwd_times_gate, rms_norm_fwd_times_gate
@@ -87,7 +89,7 @@ from .host import native, prepared
 from .host.kernel_devices import runs_kernels
 from .host.program import Program
 from .namespace import NAMESPACE
-from .operands import OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, wanted_outputs
+from .operands import OPS, TRANSLATIONS, Op, Operands, Output, Outputs, Role, Slot, as_op, in_two, wanted_outputs
 from .problem.calls import check
 from .problem.outputs import output_dtype, shape_of
 from .problem.validation import validate
@@ -163,7 +165,7 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
         outputs, program = launch().run(call, miss)
         if outputs is not None:
             return outputs, program
-    return reference.run(operands, call), None
+    return in_two(operands, run) if operands.form.again else reference.run(operands, call), None
 
 
 def _copies(operands: Operands, read: tuple[Tensor | None, ...]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from .operands import (
     Outputs,
     Role,
     call_op,
+    in_two,
     operands_of,
     wanted_outputs,
 )
@@ -134,6 +135,8 @@ def formula_of_group(operands: Operands) -> Outputs:
     own = FORMULAS.get(operands.op)
     if own:
         return call_op(own, operands)
+    if operands.form.again:
+        return in_two(operands, formula_of_group)
     return forward_formula(operands) if operands.direction == FORWARD else backward_formula(operands)
 
 

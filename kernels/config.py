@@ -54,6 +54,7 @@ class Form(CompileTime):
     finish_dw: Any = None  # (sum, weight, norm) -> dw of a column; None: the sum is dw
     weight_offset: float = 0.0  # that `scale` and `upstream` add to the weight
     inside: Any = None  # the Form that is left of a modulated one: see Norm.inside
+    again: Any = None  # the Form by which y is normalized again
 
     def __post_init__(self):
         self.update({each.name: str(getattr(self, each.name)) for each in fields(self)})
@@ -83,6 +84,7 @@ class Norm(CompileTime):
     rows_in: tuple[str, ...] = ()  # names of the row tensors that are read for the form, in their order
     tables: tuple[str, ...] = ()  # of these, those whose rows an index names
     shared: tuple[str, ...] = ()  # names of those that have one row for all rows of a CTA
+    parameters: tuple[str, ...] = ()  # names of the parameters beside weight and bias
     stored: tuple[int, ...] = (0,)  # which of the form's `gradients` a backward stores
     summed: tuple[int, ...] = ()  # and which it sums over the rows of a CTA
     mixes_halves: bool = False  # operands are bfloat16, and something is rounded to float16: see rowmath.kept
@@ -105,6 +107,14 @@ class Norm(CompileTime):
             shared=tuple([name for name in self.shared if name not in FOLDED]),
             summed=tuple([gradient for gradient in self.summed if gradient > len(FOLDED)]),
         )
+
+    @property
+    def again(self) -> Norm | None:
+        """The norm of y, if the form has one."""
+        if not self.form.again:
+            return None
+        weight, bias = ("next_weight" in self.parameters, "next_bias" in self.parameters)
+        return replace(self, form=self.form.again, has_weight=weight, has_bias=bias, rows_in=(), parameters=())
 
     def is_left(self, nth: int) -> bool:
         """Whether `inside` has the nth of `shared`."""

@@ -346,17 +346,53 @@ def row_moments(x, cols, norm: tl.constexpr, tile: tl.constexpr, numbers: tl.con
 @triton.jit
 def write_rows(
     tiles, of_sample, rows_in, strides_in, index, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, rows_out,
-    eps, norm: tl.constexpr, tile: tl.constexpr,
+    eps, norm: tl.constexpr, tile: tl.constexpr, next_weight_ptr=None, next_bias_ptr=None, next_mean_ptr=None,
+    next_rstd_ptr=None,
 ):  # fmt: skip
-    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None. Rows of tables are
-    loaded when the statistics are known, from the cache, so that no register holds them before."""
+    """Store y of row tiles that are in registers, and mean and rstd unless their pointers are None; then those of the
+    norm of y, whose parameters no register holds before."""
     in_range = row < rows
     x = combine_tiles(tiles + of_sample, rows_out, norm, tile)
-    if rows_out is not None:
+    if rows_out is not None and norm.again is None:
         for t in tl.static_range(len(rows_out)):
             for c in tl.static_range(tile.chunks):
                 start = (row * of_groups(cols, tile))[:, None]
                 store_chunk(rows_out[t], start, x[c], in_range[:, None], cols, c, tile)
+    y = write_normalized(
+        x, tiles, of_sample, rows_in, strides_in, index, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps,
+        norm, tile,
+    )  # fmt: skip
+    if norm.again is not None:
+        again: tl.constexpr = norm.again
+        y = without_padding(y, cols, norm, tile)
+        next_weight = load_parameter(next_weight_ptr, cols, again.has_weight, columns, tile)
+        next_bias = load_parameter(next_bias_ptr, cols, again.has_bias, columns, tile)
+        write_normalized(
+            y, (y,), (), None, None, index, row, rows, cols, next_weight, next_bias, rows_out[0], next_mean_ptr,
+            next_rstd_ptr, eps, again, tile,
+        )  # fmt: skip
+
+
+@triton.jit
+def without_padding(y, cols, norm: tl.constexpr, tile: tl.constexpr):
+    """Chunks of y with zeros where no column is. RMSNorm's have these: x, bias and what is added are 0 there."""
+    chunks = ()
+    for c in tl.static_range(tile.chunks):
+        chunk = y[c]
+        if norm.layer and c == tile.num_chunks - 1:
+            chunk = tl.where(inside(c, cols, tile), chunk, 0.0).to(chunk.dtype)
+        chunks = chunks + (chunk,)
+    return chunks
+
+
+@triton.jit
+def write_normalized(
+    x, tiles, of_sample, rows_in, strides_in, index, row, rows, cols, weight, bias, y_ptr, mean_ptr, rstd_ptr, eps,
+    norm: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Store y of rows x that are made of `tiles`, and their statistics. Returns y as it is stored. Rows of tables are
+    loaded when the statistics are known, from the cache, so that no register holds them before."""
+    in_range = row < rows
     row_mean, variance = row_moments(x, cols, norm, tile)
     if mean_ptr is not None:
         tl.store(mean_ptr + of_groups(row, tile), row_mean, mask=in_range)
@@ -366,6 +402,7 @@ def write_rows(
     mean = row_mean[:, None]
     rstd = row_rstd[:, None]
     tiles = load_late_tiles(tiles, rows_in, strides_in, index, row, rows, cols, norm, tile) + of_sample
+    stored = ()
     for c in tl.static_range(tile.chunks):
         of_chunk = chunk_of(tiles, c)
         y = normalize(x[c].to(norm.acc), mean, rstd, norm)
@@ -377,7 +414,10 @@ def write_rows(
             y = norm.form.shift(y, widen(bias[c], dtype=norm.acc), norm)
             y = norm.form.finish(y, of_chunk, norm)
         start = (row * of_groups(cols, tile))[:, None]
+        y = y.to(y_ptr.dtype.element_ty)
         store_chunk(y_ptr, start, y, in_range[:, None], cols, c, tile)
+        stored = stored + (y,)
+    return stored
 
 
 @triton.jit(do_not_specialize=["rows", "x_inner", "sample_rows", "table_rows"])
@@ -385,10 +425,11 @@ def forward(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, rows: "i64", cols, eps: "fp64", x_inner: "i64",
     x_outer_stride: "i64", x_inner_stride: "i64",
     norm: tl.constexpr, tile: tl.constexpr, rows_in=None, strides_in=None, rows_out=None, shared=None,
-    strides_shared=None, sample_rows=None, row_index_ptr=None, table_rows=None,
+    strides_shared=None, sample_rows=None, row_index_ptr=None, table_rows=None, next_weight_ptr=None,
+    next_bias_ptr=None, next_mean_ptr=None, next_rstd_ptr=None,
 ):
     """y of the CTA's row tiles (of its only one, with tile.one_tile), and mean and rstd unless their pointers are
-    None."""
+    None. If y is normalized again, `rows_out` is where that goes."""
     cols = divisible(cols, tile)
     x_rows = rows_in_memory(of_group(x_ptr, cols, tile), x_inner, x_outer_stride, x_inner_stride, tile)
     rows_in = each_of_group(rows_in, cols, tile)
@@ -413,7 +454,8 @@ def forward(
     if tile.one_tile:
         write_rows(
             tiles, of_sample, rows_in, strides_in, (named, table_rows), row, share.last, cols, weight, bias, y_ptr,
-            mean_ptr, rstd_ptr, rows_out, eps, inside, tile,
+            mean_ptr, rstd_ptr, rows_out, eps, inside, tile, next_weight_ptr, next_bias_ptr, next_mean_ptr,
+            next_rstd_ptr,
         )  # fmt: skip
     else:
         for _ in range(tl.cdiv(share.last - share.first - share.cta * tile.rows, step)):
@@ -426,7 +468,8 @@ def forward(
             )
             write_rows(
                 tiles, of_sample, rows_in, strides_in, (named, table_rows), row, share.last, cols, weight, bias, y_ptr,
-                mean_ptr, rstd_ptr, rows_out, eps, inside, tile,
+                mean_ptr, rstd_ptr, rows_out, eps, inside, tile, next_weight_ptr, next_bias_ptr, next_mean_ptr,
+                next_rstd_ptr,
             )  # fmt: skip
             row = ahead
             named = named_ahead

@@ -634,6 +634,9 @@ def form_of(spec) -> Form:
         **COMBINE[spec.combine],
         **FINISH[spec.finish],
     )
+    if spec.again:
+        again = {"round_x_hat": made.round_x_hat, "scale": times, "weight_offset": spec.weight_offset}
+        made = replace(made, again=replace(AFFINE, **again))
     if not spec.rounds_sum:
         made = replace(made, combine=UNROUNDED.get(made.combine, made.combine))
     if spec.modulate:

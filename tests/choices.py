@@ -49,7 +49,7 @@ def name_of(problem: NormProblem) -> str:
     """The fields that have not their default value."""
     changed = {each.name: getattr(problem, each.name) for each in fields(problem)}
     changed = {name: value for name, value in changed.items() if value != getattr(NormProblem, name, None)}
-    changed |= {"form": problem.form._asdict()} if "form" in changed else {}
+    changed |= {"form": problem.form.changed} if "form" in changed else {}
     return " ".join(f"{name}={value}" for name, value in changed.items()).replace("torch.", "")
 
 

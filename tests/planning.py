@@ -25,7 +25,7 @@ EVERY_ARCHITECTURE = dict(sorted((ARCHITECTURES | BETWEEN).items()))
 
 
 # Fields of a problem.
-OF_FORM = "form", "rows_in", "names_in", "tables", "rows_out", "stored", "y_dtype", "nested_rows"
+OF_FORM = "form", "rows_in", "names_in", "tables", "rows_out", "stored", "y_dtype", "nested_rows", "beside"
 OF_SAMPLES = "by_key", "by_sample", "sample_divisor", "shared", "names_shared", "summed", "sums_out", "scattered"
 SAMPLE_ROWS = 1024
 
@@ -77,7 +77,7 @@ def make_form(
         shape, kind = kinds.get(slot.role, ((), None))
         if slot.name in ("residual", "gate") and slot.role is Role.ROWS:
             kind = DTYPES[other or dtype]
-        if kind and not (slot.name == "bias" and OPS[op].norm == "rms"):
+        if kind and not (slot.name.endswith("bias") and OPS[op].norm == "rms"):
             found[slot.name] = torch.empty(shape, dtype=kind, device="meta")
     return check(operands_of(op, (), found | settings)).problem
 
@@ -87,6 +87,11 @@ def make_sum(norm="layer", cols=4096, dtype="bf16", residual="", finish="", **st
     output; or else (finish="add") to y."""
     op = f"{norm}_norm_fwd_{'plus_residual' if finish else 'of_sum'}"
     return make_form(op, cols, dtype, other=residual, **steps)
+
+
+def make_again(norm="layer", cols=4096, dtype="bf16", weight="", residual="", **settings) -> NormProblem:
+    """The forward of a norm behind a layer and the next one."""
+    return make_form(f"{norm}_norm_fwd_plus_residual_norm", cols, dtype, weight, residual, **settings)
 
 
 def make_modulated(
@@ -143,12 +148,15 @@ def meta_call(problem: NormProblem, rows: int = 4096, device: str = "meta"):
     added = [read(*each, of_rows) for each in zip(problem.names_in, problem.rows_in, strict=True)]
     added += [Added("row_index", Role.INDEX, meta((rows,), torch.int64))] if problem.tables or problem.by_key else []
     added += [read(*each, of_samples) for each in zip(problem.names_shared, problem.shared, strict=True)]
+    added += [Added(name, Role.PARAMETER, meta(shape, dtype)) for name, dtype in problem.beside]
     forward = problem.direction == "forward"
     stored = range(1, 1 + len(problem.rows_out)) if forward else [at for at in problem.stored if at]
     kinds = {at: (dtype, of_rows) for at, dtype in zip(stored, problem.rows_out, strict=True)}
     kinds |= {at: (dtype, of_samples) for at, dtype in zip(problem.summed, problem.sums_out, strict=True)}
     written = [kinds.get(at, (None, of_rows)) for at in range(1, 1 + max(kinds, default=0))]
     outputs = [Added(f"out_{at}", role, dtype, sharing) for at, (dtype, (role, sharing)) in enumerate(written)]
+    statistics = ("next_mean", "next_rstd")[problem.norm == "rms" :] if problem.form.again else ()
+    outputs += [Added(name, Role.STATISTIC, problem.acc_dtype) for name in statistics]
     of_form = {name: getattr(problem, name) for name in OF_FORM + OF_SAMPLES}
     call = call._replace(
         problem=replace(call.problem, **of_form), added=tuple(added), added_outputs=tuple(outputs),

@@ -35,7 +35,7 @@ from compiling import worker_processes
 from environments import python_with
 from head_norms import OF_MODELS, WHOLE_OF_MODELS, HeadCase
 from head_norms import complaints as head_complaints
-from planning import EVERY_ARCHITECTURE, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
+from planning import EVERY_ARCHITECTURE, make_again, make_gated, make_gated_sum, make_modulated, make_problem, make_sum
 from tables import Table
 
 from fusednorm.planner import choice
@@ -104,6 +104,7 @@ def some_problems() -> Iterator[NormProblem | Sums | HeadCase]:
         yield make_sum(norm, cols)
         yield make_sum(other, cols, residual="fp32", weight_offset=1.0, rounds_sum=False)
         yield make_sum(norm, cols, finish="add")
+        yield make_again(norm, cols, weight=("", "fp32")[turn % 3 == 1], residual=("", "fp32")[turn % 3 == 2])
     for turn, cols in enumerate((128, 1000, 1024, 8192)):
         norm, direction = ("rms", "layer")[turn == 1], ("backward", "forward")[turn == 2]
         yield make_gated(norm, cols, gate=("bf16", "fp32")[turn == 3], direction=direction)

@@ -30,7 +30,7 @@ def rounds_u(problem: NormProblem) -> bool:
 
 def mixes_halves(p: NormProblem) -> bool:
     """Whether both formats of 16 bits are among what a kernel reads and what it rounds to."""
-    own = p.x_dtype, p.y_dtype, p.weight_dtype, p.bias_dtype
+    own = p.x_dtype, p.y_dtype, p.weight_dtype, p.bias_dtype, *dict(p.beside).values()
     return {torch.float16, torch.bfloat16} <= {*own, *p.rows_in, *p.rows_out, *p.shared, *p.steps}
 
 
@@ -51,6 +51,7 @@ def norm_of(problem: NormProblem, folds: bool = False) -> Norm:
         rows_in=problem.names_in,
         tables=problem.tables,
         shared=problem.names_shared,
+        parameters=tuple(dict(problem.beside)),
         stored=problem.stored,
         summed=problem.summed,
         mixes_halves=mixes_halves(problem),

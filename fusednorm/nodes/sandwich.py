@@ -1,10 +1,11 @@
 """A norm behind a layer and the norm before the next one, h = residual + norm(x) and y = norm(h), as in Gemma 2 to 4:
-two ops each way, where autograd would add the gradients of h by a kernel of its own."""
+one op forward and two backward, where autograd would add the gradients of h by a kernel of its own."""
 
 from __future__ import annotations
 
 from itertools import combinations
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -54,16 +55,30 @@ def rms_norm_add_rms_norm(
 def _sandwich(
     norm, x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding
 ) -> tuple[Tensor, Tensor]:
-    first, second = (f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine"))
+    first, second, both = _ops(norm)
     tensors = x, residual, weight, next_weight, bias, next_bias
     record = recorder(SandwichFunction, *tensors)
     if record is None or any(a is b is not None for a, b in combinations(tensors, 2)):  # Dynamo takes none twice
         last = eps, None, weight_offset, rounding
+        if record is None and _is_one_op(x, weight, next_weight, bias, next_bias):
+            h, y, *_ = functional.of_form(both, x, (residual, next_weight, next_bias), weight, bias, *last)
+            return y, h
         h = functional.of_form(first, x, (residual,), weight, bias, *last)
         return functional.of_form(second, h, (), next_weight, next_bias, *last), h
     functional.require_settings(first, eps, weight_offset, rounding)
     settings = eps, float(weight_offset), ROUNDINGS[rounding], None
     return record(norm, settings, *tensors)
+
+
+def _ops(norm: str) -> tuple[str, ...]:
+    """The forwards of the first norm, of the next one, and of both."""
+    return tuple(f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine", "plus_residual_norm"))
+
+
+def _is_one_op(x, weight, next_weight, bias, next_bias) -> bool:
+    """Whether both norms are of the same dims. Dynamo's graphs have two ops, which Inductor knows."""
+    shape, of_h = functional.shape_of(x, weight, bias), functional.shape_of(x, next_weight, next_bias)
+    return not torch.compiler.is_dynamo_compiling() and shape == of_h
 
 
 class SandwichFunction(Function):
@@ -72,10 +87,16 @@ class SandwichFunction(Function):
 
     @staticmethod
     def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
-        first, second = (f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine"))
+        first, second, both = _ops(norm)
         shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
-        h, *statistics = autograd.outputs_of(first, (x, shape, residual, weight, bias, *settings))
-        y, *of_second = autograd.outputs_of(second, (h, of_h, next_weight, next_bias, *settings))
+        if _is_one_op(x, weight, next_weight, bias, next_bias):
+            given = x, shape, residual, next_weight, next_bias, weight, bias, *settings
+            outputs = autograd.outputs_of(both, given)
+            half = len(outputs) // 2
+            (h, *statistics), (y, *of_second) = outputs[:half], outputs[half:]
+        else:
+            h, *statistics = autograd.outputs_of(first, (x, shape, residual, weight, bias, *settings))
+            y, *of_second = autograd.outputs_of(second, (h, of_h, next_weight, next_bias, *settings))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, h, weight, next_weight, bias, next_bias, *statistics, *of_second)
         ctx.norm, ctx.shape, ctx.shape_of_h, ctx.weight_offset = norm, tuple(shape), tuple(of_h), settings[1]

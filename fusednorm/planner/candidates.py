@@ -56,9 +56,9 @@ def candidates(variant: str, problem: NormProblem, device: DeviceSpec) -> tuple[
     elif variant == "warp_specialized":
         found = [_warp_specialized(problem, device)]
     elif variant == "multi_wave":
-        # Any tile that registers hold reads its row once, which column tiles do not. These have no sums by sample.
+        # Any tile that registers hold reads its row once, which column tiles do not.
         found = of_frames("registers", problem, device) or of_frames("any", problem, device, good=False)
-        found = found or [None if problem.by_sample else column_tile_plan(problem, device)]
+        found = found or [column_tile_plan(problem, device)]
     elif variant == "async_copy":
         found = of_frames("copied ring", problem, device)
     elif not are_better_in_registers(problem, device):
@@ -240,8 +240,10 @@ def _deepened(plan: WarpSpecializedPlan, problem: NormProblem, device: DeviceSpe
     return plan
 
 
-def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan:
+def column_tile_plan(problem: NormProblem, device: DeviceSpec) -> ColumnTilePlan | None:
     """The plan for rows that do not fit in registers. In its pass over whole rows, each CTA has one row."""
+    if not limits.value_of(limits.goes_by_columns, problem.quantities):
+        return None
     known = problem.quantities, vars(device) | {"whole": 1 << max(4, (problem.cols - 1).bit_length())}
     plan = ColumnTilePlan(**{name: limits.value_of(each, *known) for name, each in limits.column_tiles.items()})
     room = device.smem_per_sm_bytes // (budget.shared_bytes(plan, problem) + budget.RESERVED_SMEM_BYTES)

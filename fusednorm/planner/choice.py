@@ -58,8 +58,8 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     if forced == "reference":
         return Chosen(((math.inf, ReferencePlan("asked for")),), "forced")
     fault, none = broken_rule("multi_wave", problem, 1, device), ReferencePlan(no_room(problem, device))
-    has_plan = not problem.by_sample or any(candidates(each, problem, device) for each in variants_in_use(device))
-    if fault or not has_plan:
+    tiles = column_tile_plan(problem, device)
+    if fault or not (tiles or any(candidates(each, problem, device) for each in variants_in_use(device))):
         return Chosen(((math.inf, ReferencePlan(fault.reason) if fault else none),), "legality")
     can_force = forced and not broken_rule(forced, problem, 1, device)
     asked = can_force and (best_plan(forced, problem, device) or faulty(forced, problem, device))
@@ -67,9 +67,9 @@ def decide(problem: NormProblem, device: DeviceSpec, forced: str | None = None) 
     ranges, source = found or (predicted(problem, device), "model")
     *few, (_, many) = ranges
     if problem.by_key or many.variant != "multi_wave":  # sorts and rings count rows in 32 bits
-        rest = best_plan("multi_wave", problem, device) if problem.by_sample else column_tile_plan(problem, device)
-        rest = ReferencePlan(f"sorts at most {MAX_RING_ROWS} rows") if problem.by_key else rest or none
-        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))  # column tiles have no sums by sample
+        rest = tiles or best_plan("multi_wave", problem, device) or none
+        rest = ReferencePlan(f"sorts at most {MAX_RING_ROWS} rows") if problem.by_key else rest
+        ranges = (*few, (MAX_RING_ROWS, many), (math.inf, rest))
     return Chosen(ranges, source)
 
 

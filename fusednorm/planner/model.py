@@ -53,13 +53,12 @@ def predict_us(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec, 
     return time_us(work_of(plan, problem, rows, device), coefficients)
 
 
-def time_us(work: Work, c: Coefficients) -> float:
-    w, p = work, limits.sharpness
+def time_us(w: Work, c: Coefficients) -> float:
     busy = w.sm_bytes / c.sm_bytes_per_us + c.element_us * w.sm_elements
     loop = w.memory_us / c.bandwidth_share, busy, c.row_us * w.tiles + busy / w.ahead, c.box_us * w.sm_boxes
     start = c.launch_us + c.ring_us * w.ring_warps + c.meeting_us * w.doublings + w.parameter_bytes / c.sm_bytes_per_us
     end = c.merge_us * w.merged + c.partial_us * w.partials + c.second_launch_us * (w.launches - 1)
-    return start + sum(each**p for each in loop) ** (1 / p) + end
+    return start + sum(each**limits.sharpness for each in loop) ** (1 / limits.sharpness) + end
 
 
 def bytes_moved(plan: Plan, problem: NormProblem, rows: int, device: DeviceSpec) -> int:

@@ -49,6 +49,7 @@ class NormProblem:
     names_shared: tuple[str, ...] = ()
     summed: tuple[int, ...] = ()  # which of the form's gradients are summed over the rows of a sample
     sums_out: tuple[torch.dtype, ...] = ()  # dtypes of these sums
+    beside: tuple[tuple[str, torch.dtype], ...] = ()  # parameters beside weight and bias, which no register holds
     scattered: bool = False  # whether a sum is wanted over rows that are not next to each other
 
     @property
@@ -138,7 +139,6 @@ class NormProblem:
         x, grad, residual, weight, bias = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
         named = [*zip(self.names_in, self.rows_in, strict=False)]
-        late = [of for name, of in named if name in self.form.late]
         # A forward keeps the row that is normalized from its statistics to y, and what its last step reads of no table.
         normalized = self.x_dtype if not self.rows_out else self.rows_out[0] if self.form.rounds_sum else self.acc_dtype
         held = normalized, *[of for name, of in named[self.form.rows_before :] if name not in self.tables]
@@ -154,9 +154,9 @@ class NormProblem:
             narrow=max(x, grad, *parameters, 2) == 2 and not others, weight_bytes=weight, parameters=len(parameters),
             wide_parameters=parameters.count(8), parameter_bytes=weight + bias, reads_bias=self.reads_bias,
             holds_wide=self.is_forward and (self.inside is not self or max(map(bytes_of, self.shared), default=0) > x),
-            rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), late_bytes=sum(map(bytes_of, late)),
-            moved=len(self.rows_in + self.rows_out), rows_or_shared=len(others) > 0,
-            shared_rows=len(self.shared), shared_bytes=sum(map(bytes_of, self.shared)),
+            rows_in=len(self.rows_in), bytes_in=sum(map(bytes_of, self.rows_in)), rows_or_shared=len(others) > 0,
+            late_bytes=sum(bytes_of(of) for name, of in named if name in self.form.late), shared_rows=len(self.shared),
+            moved=len(self.rows_in + self.rows_out), shared_bytes=sum(map(bytes_of, self.shared)),
             sums=self.num_sums, summed=len(self.summed) > 0, modulates=self.form.modulates,
             modulations_by_row=self.form.modulates and any(name in MODULATIONS for name in self.names_in),
         )  # fmt: skip

@@ -24,7 +24,6 @@ from .norm_problem import NormProblem
 from .plan import from_text
 
 FORMAT = 3
-
 Ranges = tuple[tuple[float, str], ...]  # (most rows per SM, a plan's text), ascending
 
 
@@ -41,6 +40,7 @@ class Key(NamedTuple):
     parameters: int = 0
     rows: int = 0  # itemsize of the widest large tensor, if it is wider than those of itemsizes
     tables: int = 0  # of which each row of x names a row
+    again: int = 0  # whether rows are normalized twice
 
     @classmethod
     def of(cls, problem: NormProblem) -> Key:
@@ -52,9 +52,9 @@ class Key(NamedTuple):
         if not (of_parameters and problem.form.modulates):
             of_parameters = (of_parameters | {each.itemsize for each in (*problem.shared, *tables)}) - {itemsizes[0]}
         widest_row = max(each.itemsize for dtypes in problem.large for each in dtypes)
-        unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0
         of_tables = problem.shared if problem.by_key else tables
-        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, len(of_tables))
+        unlike_x = max(of_parameters, default=0), widest_row if widest_row > max(itemsizes) else 0, len(of_tables)
+        return cls(problem.norm, problem.direction, itemsizes, piece, problem.traffic, *unlike_x, +problem.form.again)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +87,14 @@ class Table:
         key, holds_wide = Key.of(problem), problem.quantities["holds_wide"]
         ways = key, key if holds_wide else key._replace(parameters=0), key._replace(rows=0)
         ways = (*ways, key._replace(parameters=0, tables=0)) if problem.tables else ways
-        unlike_x = (each for each in ways if any(each[-3:]))  # parameters, rows or tables
+        unlike_x = (each for each in ways if any(each[-4:]))  # parameters, rows, tables or again
         return next((each for each in unlike_x if self._lines(each, problem.cols)), None)
 
     def _like(self, key: Key) -> Key:
         """The key of parameters and rows like x with the nearest traffic, which is the problem's own if the table has
         it: by its large tensors, of which those that are written count more, then by sums and rows that samples share.
         A backward without dx, which writes no large tensor, is unlike all others."""
-        key = key._replace(parameters=0, rows=0, tables=0)
+        key = key._replace(parameters=0, rows=0, tables=0, again=0)
 
         def distance(each: Key) -> tuple[int, int, int]:
             read, written, sums, shared = (abs(a - b) for a, b in zip(each.traffic, key.traffic, strict=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Role, Slot, wanted_outputs
+from ..operands import FORWARD, OPS, BackwardOperands, ForwardOperands, Operands, Output, Role, Slot, wanted_outputs
 from ..planner import limits
 from ..planner.norm_problem import ALIGNMENT, MOST_ROWS_OF_TILE, NormProblem
 from ..planner.plan import MOST_CTAS
@@ -296,6 +296,10 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             return (is_forward and row_view(rows, len(read_by))) or row_view_or_copy(rows, len(read_by), cols)
         return statistic(value) if role is Role.STATISTIC else packed(value)
 
+    def dtype_of(of: Output, wanted: bool) -> torch.dtype | None:
+        unread = of.role is Role.STATISTIC and not operands.wants_statistics
+        return output_dtype(operands, of) if wanted and not unread else None
+
     return (
         tuple(
             Added(slot.name, slot.role, read(slot, operands[at]), shared.get(slot.name, Sharing()))
@@ -303,7 +307,7 @@ def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added,
             if slot.role is Role.COUNT or not slot.role.is_by_name
         ),
         tuple(
-            Added(of.name, of.role, output_dtype(operands, of) if want else None, shared.get(of.like, Sharing()))
+            Added(of.name, of.role, dtype_of(of, want), shared.get(of.like, Sharing()))
             for of, want in outputs
         ),
         sample_rows,
@@ -319,10 +323,11 @@ def _parts_of(sample_rows: int) -> int:
 
 def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, Any]:
     """Fields of a problem: the row tensors that a form reads beside x and grad_out, those of which it reads a row for
-    each sample, and those that it writes beside y or dx."""
+    each sample, those that it writes beside y or dx, and parameters beside weight and bias."""
     if not (added or outputs):
         return {}
     views = [each for each in added if isinstance(each.value, RowView)]
+    parameters = [each for each in added if each.role is Role.PARAMETER and each.value is not None]
     read, shared = ([each for each in views if each.is_of_samples == of_samples] for of_samples in (False, True))
     return {
         "shared": tuple([each.value.tensor.dtype for each in shared]),
@@ -332,6 +337,7 @@ def _beside(added: tuple[Added, ...], outputs: tuple[Added, ...]) -> dict[str, A
         "tables": tuple([each.name for each in read if each.value.table_rows is not None]),
         "by_key": any([each.value.table_rows is not None for each in shared]),
         "rows_out": tuple([each.value for each in outputs if each.value and each.is_of_rows]),
+        "beside": tuple([(each.name, each.value.dtype) for each in parameters]),
     }
 
 

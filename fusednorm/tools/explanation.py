@@ -196,7 +196,7 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
     chosen, unforced = choice.decide(problem, device, forced), choice.choose(problem, rows, device)
     plan, obeyed = choice.at(chosen.ranges, rows), chosen.source == "forced"
     reasons = {variant: _why_not(variant, plan, problem, rows, device) for variant in VARIANTS}
-    reasons[plan.variant] = f"chosen: {_why(chosen.source, rows, device)}"
+    reasons[plan.variant] = f"chosen: {_why(chosen.source, problem, rows, device)}"
     if forced:
         broken, other = reasons[forced], unforced.variant
         if not obeyed:
@@ -209,13 +209,13 @@ def decide(problem: NormProblem, rows: int, device: DeviceSpec, forced: str | No
                 slow = are_better_in_registers(problem, device)
                 fault = ", though threads load such rows sooner" if slow else ", though it might spill"
             reasons[forced] = f"forced{fault}; {other} would be chosen"
-            reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, rows, device)}"
+            reasons[other] = f"would be chosen: {_why(choice.decide(problem, device).source, problem, rows, device)}"
     return Decision(plan, obeyed, reasons)
 
 
-def _why(source: str, rows: int, device: DeviceSpec) -> str:
+def _why(source: str, problem: NormProblem, rows: int, device: DeviceSpec) -> str:
     if source == "legality":
-        return "no kernel of this package runs here"
+        return "the kernels of two norms run" if problem.form.again else "no kernel of this package runs here"
     if rows > MAX_RING_ROWS:
         return f"the only kernel for more than {MAX_RING_ROWS} rows"
     told = {
@@ -296,7 +296,8 @@ def explain(
     dtype = x.dtype
     if backward and suffix and OPS[f"{norm}_norm_fwd{suffix}"].form.rows_out and grad_out is not None:
         stream, dtype = x.dtype, min(x.dtype, grad_out.dtype, key=lambda each: each.itemsize)
-    wanted = Wanted(norm, direction, width, dtype, getattr(weight, "dtype", None), False, (backward, False, False))
+    has_bias, mask = bias is not None, (backward, False, False)
+    wanted = Wanted(norm, direction, width, dtype, getattr(weight, "dtype", None), has_bias, mask)
     if form:
         wanted = wanted._replace(residual_dtype=stream, form=suffix, settings=of_form, **of_modulations)
     call = wanted.call()

@@ -94,12 +94,24 @@ class Wanted(NamedTuple):
         forward = self._forward_op
         if self.direction == FORWARD:
             return forward
+        if forward.form.again:
+            name = forward.name
+            raise ValueError(f"{name} has no backward of its own: it takes those of plus_residual and of of_sum")
         suffix = forward.backward or ("_residual" if self.residual_dtype else "")
         return OPS[f"{self.norm}_norm_bwd{suffix}"]
 
     @property
     def _forward_op(self) -> Op:
         return OPS[op_of_sum(f"{self.norm}_norm_fwd{self.form}", self.dtype, self.residual_dtype or self.dtype)]
+
+    @property
+    def parts(self) -> list[Wanted]:
+        """Calls of one op each: what is normalized again has the backwards of two norms. The last one's is of h, as
+        that of a sum is of the sum."""
+        if self.direction == FORWARD or not self._forward_op.form.again:
+            return [self]
+        h = ops.fake(self._forward())[0].dtype
+        return [self._replace(form="_of_sum", dtype=h, residual_dtype=h), self._replace(form="_plus_residual")]
 
     @property
     def problem(self) -> NormProblem:
@@ -110,7 +122,7 @@ class Wanted(NamedTuple):
         forward = self._forward()
         if self.direction == FORWARD:
             return check_forward(forward)
-        by, outputs, count = derivative_of(forward.op), ops.fake(forward), len(self.op.outputs)
+        count, by, outputs = len(self.op.outputs), derivative_of(forward.op), ops.fake(forward)
         kept = [*forward.tensors, *outputs[1:]]
         given = {name: kept[at] for name, at in zip(by.saved, by.sources, strict=True)}
         given |= dict(zip(by.grads, outputs[OWN_OUTPUTS:], strict=True))
@@ -126,8 +138,9 @@ class Wanted(NamedTuple):
         given: dict[str, Any] = {"normalized_shape": (self.cols,), "eps": 1e-5} | dict(self.settings)
         if "groups" in given:
             given["groups"] = groups_of(op.name, given["groups"], self.cols)
-        dtypes = {"x": self.dtype, "weight": self.weight_dtype, "bias": self.weight_dtype if self.has_bias else None}
-        modulation = self.modulation_dtype or self.dtype
+        bias, modulation = self.weight_dtype if self.has_bias else None, self.modulation_dtype or self.dtype
+        dtypes = {"x": self.dtype, "weight": self.weight_dtype, "next_weight": self.weight_dtype}
+        dtypes |= dict.fromkeys(("bias", "next_bias"), bias)
         of_role = {Role.ROWS: stream, Role.MODULATION: modulation, Role.TABLE: modulation, Role.INDEX: torch.int64}
         for slot in op.inputs:
             dtype = dtypes.get(slot.name, of_role.get(slot.role, self.dtype))
@@ -234,11 +247,12 @@ def warmup(
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
     tables = table_rows if isinstance(table_rows, Sequence) else [table_rows or FEW_TABLE_ROWS]
     wanted = [
-        Wanted(norm, each, width, *expected, count, modulation_dtype, size)
+        part
         for width in widths
         for count in samples
         for size in tables
         for each in directions
+        for part in Wanted(norm, each, width, *expected, count, modulation_dtype, size).parts
     ]
     if device.type == "cpu":
         for each in wanted:

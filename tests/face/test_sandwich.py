@@ -113,9 +113,9 @@ def test_wrong_operands_are_refused_in_a_sentence():
     op = "^rms_norm_fwd_plus_residual"
     with pytest.raises(ValueError, match=f"{op}: rounding must be one of once, x_hat, got 'twice'$"):
         fusednorm.rms_norm_add_rms_norm(x, residual, weight, rounding="twice")
-    with pytest.raises(RuntimeError, match=rf"{op}: residual must have shape \(2, 3, 12\), got \(1, 3, 12\)$"):
+    with pytest.raises(RuntimeError, match=rf"{op}_norm: residual must have shape \(2, 3, 12\), got \(1, 3, 12\)$"):
         fusednorm.rms_norm_add_rms_norm(x, residual[:1], weight)
     with pytest.raises(RuntimeError, match="^rms_norm_fwd_affine: "):
         fusednorm.rms_norm_add_rms_norm(x, residual, weight, weight[:3])
-    with pytest.raises(TypeError, match=f"{op}: weight must be a tensor, got list$"):
+    with pytest.raises(TypeError, match=f"{op}_norm: weight must be a tensor, got list$"):
         fusednorm.rms_norm_add_rms_norm(x, residual, [1.0] * 12)

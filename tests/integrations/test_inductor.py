@@ -27,7 +27,7 @@ from tracing import calls, trace
 import fusednorm
 from bench.models import make_stack
 from fusednorm.integrations import inductor, routing
-from fusednorm.operands import FORM_OPS, INDEXED_OPS
+from fusednorm.operands import FORM_OPS, OPS_OF_FORMS
 from fusednorm.planner import device as device_specs
 
 OPS = torch.ops.fusednorm
@@ -438,7 +438,7 @@ def test_key_tag_and_pass_are_there_while_inductor_compiles_and_not_otherwise(wh
         thread.join()
     (tag, while_tracing), (inner_tag, while_compiling) = seen
     assert tag == inner_tag and tag.startswith(f"theirs|fusednorm-{fusednorm.__version__}-")
-    more = 4 + len([op for op in (*FORM_OPS, *INDEXED_OPS) if op.direction == "forward"])
+    more = 4 + len([op for op in OPS_OF_FORMS if op.direction == "forward"])
     assert (while_tracing, while_compiling) == (count + more, count), "Inductor takes no op that has a decomposition"
 
 

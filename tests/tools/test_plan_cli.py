@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from wide_sums import WideSum
 import fusednorm
 from fusednorm.__main__ import main
 from fusednorm.host.gpus import with_installed_triton
-from fusednorm.operands import operands_of
+from fusednorm.operands import DIRECTIONS, operands_of
 from fusednorm.planner.choice import choose
 from fusednorm.planner.device import A100, H200
 from fusednorm.planner.plan import VARIANTS
@@ -107,14 +108,25 @@ def test_what_follows_from_a_plan_is_what_its_kernels_are_launched_with(problem,
         assert kernel.tile.reads_once == said["reads_once"]
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("form", ["affine", "of_sum", "plus_residual"])
+@pytest.mark.parametrize(
+    "form, direction",
+    [*itertools.product(["affine", "of_sum", "plus_residual"], DIRECTIONS), ("plus_residual_norm", "forward")],
+)
 def test_a_form_moves_its_row_tensors_too(form, direction, capsys):
     asked = "--rows", "16384", "--norm", "rms", "--pass", direction, "--device", "H200"
     ((plain,), (case,)) = run_json(capsys, *asked), run_json(capsys, *asked, "--form", form, "--weight-offset", "1")
-    more = {"forward": {"of_sum": 2, "plus_residual": 1}, "backward": {"of_sum": 1}}[direction].get(form, 0)
+    forward = {"of_sum": 2, "plus_residual": 1, "plus_residual_norm": 2}
+    more = {"forward": forward, "backward": {"of_sum": 1}}[direction].get(form, 0)
     assert case["bytes_moved"] - plain["bytes_moved"] == pytest.approx(more * 16384 * 4096 * 2, rel=0.05)
     assert case["form"]["weight_offset"] == 1.0
+
+
+def test_what_is_normalized_again_has_no_backward_of_its_own_nor_any_plan_for_wide_rows(capsys):
+    asked = ["--norm", "rms", "--form", "plus_residual_norm", "--device", "H200"]
+    assert main(["plan", *asked]) == 1
+    assert capsys.readouterr().err.endswith("it takes those of plus_residual and of of_sum\n")
+    (case,) = run_json(capsys, *asked, "--pass", "forward", "--cols", "65536")
+    assert case["reasons"]["reference"] == "chosen: the kernels of two norms run"
 
 
 def test_forced_plan_says_what_is_bad_about_it(capsys):

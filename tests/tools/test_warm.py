@@ -108,6 +108,37 @@ def test_expected_calls_of_forms_look_as_those_of_their_functions(op, stream, we
         assert found == (real if direction == "backward" else real._replace(eps=found.eps))
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("stream, weight, rounding", DTYPES)
+def test_expected_calls_of_a_norm_and_the_next_one_look_as_those_of_their_function(
+    norm, stream, weight, rounding, monkeypatch
+):
+    from fusednorm.host import launch
+
+    seen = []
+
+    def first(operands, miss=None):
+        seen.append(operands)
+        return reference.run(operands), None
+
+    settings = {"weight_offset": 1.0, "rounding": rounding}
+    suffix, of_form = warm.form_named("warmup", "plus_residual_norm", settings)
+    dtypes, shapes = (BF16, stream, *[weight] * 4), (*[(16, 4096)] * 2, *[(4096,)] * 4)
+    given = [torch.zeros(shape, dtype=dtype).requires_grad_() for shape, dtype in zip(shapes, dtypes, strict=True)]
+    monkeypatch.setattr(ops, "first", first)
+    outputs = getattr(fusednorm, f"{norm}_norm_add_{norm}_norm")(*given, **settings)
+    torch.autograd.grad(outputs, given, outputs)
+    expected = [
+        part
+        for direction in ("forward", "backward")
+        for part in warm.Wanted(norm, direction, 4096, BF16, weight, True, ALL, stream, suffix, of_form).parts
+    ]
+    for each, real in zip(expected, seen, strict=True):
+        check = check_forward if each.direction == "forward" else check_backward
+        found, real = (launch.with_addresses(call) for call in (each.call(), check(real)))
+        assert found == (real if each.direction == "backward" else real._replace(eps=found.eps))
+
+
 def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tuple[set[str], set[str]]:
     """The builds of a forward of a modulated norm and of its backward, with a row of modulations of `dtype` for each
     x[n], and those that warmup would make for it."""

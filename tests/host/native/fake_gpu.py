@@ -370,7 +370,9 @@ class Launched(NamedTuple):
             found |= {name: self.by_row(rows, at) for at, name in enumerate(names)}
         weight, bias = (self.tensor(name, shape[1:]) for name in ("weight", "bias"))
         weight = weight.double().square() if self.build.squares and weight is not None else weight
-        found |= {name: each.expand(shape) for name, each in (("weight", weight), ("bias", bias)) if each is not None}
+        parameters = {"weight": weight, "bias": bias}
+        parameters |= {name: self.tensor(name, shape[1:]) for name in norm.parameters}
+        found |= {name: each.expand(shape) for name, each in parameters.items() if each is not None}
         return {name: each.unflatten(-1, (self.build.groups, -1)) for name, each in found.items() if each is not None}
 
 
@@ -403,7 +405,9 @@ def compute_forward(launched: Launched) -> None:
     y = launched.tensor("y", shape)
     more = {"eps": launched.parameters["eps"], "y_dtype": y.dtype, "residual_dtype": total is not None and total.dtype}
     made = reference.formula_of_group(operands_in(launched, "forward", launched.given(), more))
-    for out, each in zip((y, launched.statistic("mean"), launched.statistic("rstd"), total), made, strict=False):
+    mean, rstd, *again = map(launched.statistic, ("mean", "rstd", "next_mean", "next_rstd"))
+    outputs = y, mean, rstd, total, *[each for each in again if each is not None]
+    for out, each in zip(outputs, made, strict=False):
         fill(out, each if each is None or each.shape[-1] == 1 else each.flatten(1))
 
 
