@@ -94,7 +94,7 @@ class Wanted(NamedTuple):
         forward = self._forward_op
         if self.direction == FORWARD:
             return forward
-        if forward.form.again:
+        if self.has_no_op:
             name = forward.name
             raise ValueError(f"{name} has no backward of its own: it takes those of plus_residual and of of_sum")
         suffix = forward.backward or ("_residual" if self.residual_dtype else "")
@@ -105,13 +105,17 @@ class Wanted(NamedTuple):
         return OPS[op_of_sum(f"{self.norm}_norm_fwd{self.form}", self.dtype, self.residual_dtype or self.dtype)]
 
     @property
+    def has_no_op(self) -> bool:
+        """Whether no op is this call: a backward of a form that normalizes again."""
+        return self.direction != FORWARD and self._forward_op.form.again
+
+    @property
     def parts(self) -> list[Wanted]:
-        """Calls of one op each: what is normalized again has the backwards of two norms. The last one's is of h, as
-        that of a sum is of the sum."""
-        if self.direction == FORWARD or not self._forward_op.form.again:
-            return [self]
-        h = ops.fake(self._forward())[0].dtype
-        return [self._replace(form="_of_sum", dtype=h, residual_dtype=h), self._replace(form="_plus_residual")]
+        """Of a form that normalizes again, calls of one norm each: backwards always are, and forwards without a plan.
+        The last one's backward is of h, as that of a sum is of the sum."""
+        h, is_forward = ops.fake(self._forward())[0].dtype, self.direction == FORWARD
+        last = self._replace(form="_affine" if is_forward else "_of_sum", dtype=h, residual_dtype=h)
+        return [self._replace(form="_plus_residual"), last][:: 1 if is_forward else -1]
 
     @property
     def problem(self) -> NormProblem:
@@ -247,13 +251,13 @@ def warmup(
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
     tables = table_rows if isinstance(table_rows, Sequence) else [table_rows or FEW_TABLE_ROWS]
     wanted = [
-        part
+        Wanted(norm, each, width, *expected, count, modulation_dtype, size)
         for width in widths
         for count in samples
         for size in tables
         for each in directions
-        for part in Wanted(norm, each, width, *expected, count, modulation_dtype, size).parts
     ]
+    wanted = [part for each in wanted for part in (each.parts if each.has_no_op else [each])]
     if device.type == "cpu":
         for each in wanted:
             each.call()  # raises what is wrong
@@ -347,6 +351,8 @@ def plans_of(wanted: list[Wanted], rows: Sequence[int] | None, device: DeviceSpe
         for plan in dict.fromkeys(plans):
             if not isinstance(plan, ReferencePlan):
                 yield each, plan
+            elif problem.form.again:
+                yield from plans_of(each.parts, rows, device)
 
 
 def build_ahead(launches: Launches, device: DeviceSpec, processes: int | None, loads: bool = False) -> int:

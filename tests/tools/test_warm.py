@@ -128,12 +128,14 @@ def test_expected_calls_of_a_norm_and_the_next_one_look_as_those_of_their_functi
     monkeypatch.setattr(ops, "first", first)
     outputs = getattr(fusednorm, f"{norm}_norm_add_{norm}_norm")(*given, **settings)
     torch.autograd.grad(outputs, given, outputs)
-    expected = [
-        part
+    forward, backward = (
+        warm.Wanted(norm, direction, 4096, BF16, weight, True, ALL, stream, suffix, of_form)
         for direction in ("forward", "backward")
-        for part in warm.Wanted(norm, direction, 4096, BF16, weight, True, ALL, stream, suffix, of_form).parts
-    ]
-    for each, real in zip(expected, seen, strict=True):
+    )
+    assert backward.has_no_op and not forward.has_no_op
+    plans = [each for each, _ in warm.plans_of([forward._replace(cols=65536)], [64], H200)]
+    assert plans == [each._replace(cols=65536) for each in forward.parts], "no plan has rows that are so wide"
+    for each, real in zip((forward, *backward.parts), seen, strict=True):
         check = check_forward if each.direction == "forward" else check_backward
         found, real = (launch.with_addresses(call) for call in (each.call(), check(real)))
         assert found == (real if each.direction == "backward" else real._replace(eps=found.eps))
