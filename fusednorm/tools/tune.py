@@ -271,8 +271,8 @@ def widths_of(
     cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
 ) -> dict[table.Key, dict[int, table.Ranges]]:
     """For each width the plan of the fastest family, at the row counts that were measured and between them. A single
-    row count says nothing of others. Of a cell that was measured twice the later times count, and with them the earlier
-    ones of other families, in proportion to the families that have both."""
+    row count says nothing of others. Of a cell that was measured twice the mean times count, and the earlier ones of
+    other families, in proportion to the families that have both: two runs differ more than two allocations."""
     found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
     problems: dict[tuple[table.Key, int], NormProblem] = {}
     for cell in cells:
@@ -283,7 +283,8 @@ def widths_of(
         before = found[key][cell.task.cols].setdefault(cell.rows, {})
         both = at.keys() & before.keys()
         ratio = statistics.geometric_mean(at[each][0] / before[each][0] for each in both) if both else 1
-        before |= {family: (us * ratio, plan) for family, (us, plan) in before.items()} | at
+        means = {each: (math.sqrt(at[each][0] * before[each][0] * ratio), at[each][1]) for each in both}
+        before |= {family: (us * ratio, plan) for family, (us, plan) in before.items()} | at | means
         problems[key, cell.task.cols] = problem
 
     def ranges(key: table.Key, cols: int) -> table.Ranges:

@@ -101,6 +101,11 @@ def test_a_later_cell_of_few_plans_leaves_the_others_as_they_were_beside_it():
     assert ranges_of([*first, tune.Cell(TASK, 4096, times(6.0, 5.0, 9.0), "")])[-1] == (math.inf, text_of(PLANS[1]))
 
 
+def test_of_two_runs_the_plan_of_the_least_mean_time_is_taken():
+    runs = [[tune.Cell(TASK, rows, times(*us), "") for rows in (1024, 4096)] for us in ((6.0, 5.0), (2.6, 2.7))]
+    assert ranges_of([*runs[0], *runs[1]]) == ranges_of([*runs[1], *runs[0]]) == ((math.inf, text_of(PLANS[1])),)
+
+
 def test_a_record_is_read_back_as_the_same_cell():
     wide = cell(4, 2)._replace(task=TASK._replace(weights="fp32"), refused=("MultiWave(1,16384,1,4,1,255,0)",))
     modulated = cell(4, 2)._replace(task=TASK._replace(form="_modulated", modulations="fp32"))
