@@ -123,6 +123,7 @@ PORTABLE = some(
     Modulated("layer", 3, 5, 77),
     Modulated("rms", 2, 9, 64, shift=None, dtype=FP16, modulation=FP16),
     Modulated("layer", 4, 3, 40, gate=SAMPLE, modulation=BF16),
+    Modulated("layer", 9, 3, 77, gate=SAMPLE),
     Modulated("rms", 2, 7, 72, gate=ALL, added=FP32, parameters=FP32),
     Modulated("layer", 2, 6, 64, parameters=BF16, weight_offset=1.0, added=BF16),
     Modulated("rms", 1, 8, 64, factor="tanh", shift=None, parameters=BF16),

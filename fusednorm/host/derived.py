@@ -14,7 +14,7 @@ from ..planner.norm_problem import NormProblem
 from ..planner.plan import ColumnTilePlan, Plan, RingPlan, WarpSpecializedPlan
 
 
-def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str, Any]:
+def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec, many_samples: bool = False) -> dict[str, Any]:
     """What follows from a plan and its problem, by name."""
     found: dict[str, Any] = {}
     if isinstance(plan, RingPlan):
@@ -25,7 +25,7 @@ def derived_of(plan: Plan, problem: NormProblem, device: DeviceSpec) -> dict[str
         found |= {"register_limit": of_forward if problem.is_forward else of_backward}
     if problem.num_sums and not (plan.kernel == "column_tiles" and problem.wants_dx):
         cols = problem.cols if problem.by_sample else problem.width
-        piece, loads, warps = piece_of_partials(cols, problem.acc_dtype.itemsize)
+        piece, loads, warps = piece_of_partials(cols, problem.acc_dtype.itemsize, many_samples)
         found["sums"] = {"cols": piece, "num_loads": loads, "num_warps": warps, "dependent": device.places_dependents}
     return found
 
@@ -66,9 +66,11 @@ def partial_registers(cols: int, *dtypes: torch.dtype | bool | None) -> int | No
     return limits.value_of(limits.partial_registers, {"cols": cols, "widest": widest})
 
 
-def piece_of_partials(cols: int, itemsize: int) -> tuple[int, int, int]:
-    """(columns that a CTA sums, loads of a thread at a time, warps) for partials of `cols` columns. They and the number
-    of partials determine the order of the additions, so the sums do not depend on the plan, the device or the caller in
-    any other way."""
+def piece_of_partials(cols: int, itemsize: int, many_samples: bool = False) -> tuple[int, int, int]:
+    """(columns that a CTA sums, loads of a thread at a time, warps) for partials of `cols` columns, of many samples or
+    not. They and the number of partials determine the order of the additions, so the sums do not depend on the plan,
+    the device or the caller in any other way."""
     piece, num_warps = next(of_it for most, *of_it in limits.partials_pieces if most is None or cols <= most)
+    if many_samples:
+        piece, num_warps = limits.piece_of_samples["cols"], limits.piece_of_samples["warps"]
     return piece, limits.partial_loads * 4 // itemsize, num_warps

@@ -70,6 +70,9 @@ def program_of(call: Call, chosen: Choice, spec: DeviceSpec) -> Program:
         rows, blocks = (in_force, MOST_ROWS), sums.blocks(call, launches, *parts[:2])
     elif ordered:
         rows = chosen.rows_above, min(chosen.most_rows, in_force)
+    elif isinstance(call, BackwardCall) and call.many_rows:
+        (above, most), fewer = rows, call.many_rows - 1
+        rows = (max(above, fewer), most) if call.many_samples else (above, min(most, fewer))
     kept = *rows, margin.sms, in_force
     sizes = call.normalized_shape, problem.form.groups, getattr(call, "width", 0)
     return Program(tuple(launches), num_tensors, *parts, *sizes, *kept, blocks)

@@ -35,7 +35,7 @@ def finalized(call: BackwardCall, out: Written) -> Launch:
     problem = call.problem
     by_sample = problem.by_sample and not problem.by_key
     cols = problem.cols if by_sample else problem.width
-    tile = partials_tile(cols, problem.acc_dtype.itemsize, out.announces_end)
+    tile = partials_tile(cols, problem.acc_dtype.itemsize, out.announces_end, call.many_samples)
     written = problem.wants_dw and problem.weight_dtype, problem.wants_db and problem.bias_dtype, *problem.sums_out
     options, pieces = options_of(tile, cols, problem.acc_dtype, *written), triton.cdiv(cols, tile.cols)
     if by_sample:
@@ -56,9 +56,9 @@ def options_of(tile: PartialsTile, cols: int, *dtypes: torch.dtype | bool | None
 
 
 @functools.cache
-def partials_tile(cols: int, itemsize: int, dependent: bool) -> PartialsTile:
+def partials_tile(cols: int, itemsize: int, dependent: bool, many_samples: bool = False) -> PartialsTile:
     """The tile that sums the partials of `cols` columns."""
-    return PartialsTile(*piece_of_partials(cols, itemsize), dependent, log2_divisor_of(cols))
+    return PartialsTile(*piece_of_partials(cols, itemsize, many_samples), dependent, log2_divisor_of(cols))
 
 
 # --- Ordered sums ---

@@ -97,6 +97,8 @@ class BackwardCall(NamedTuple):
     sample_rows: int = 0  # rows that share a row of the modulations that are by sample; 0: all rows are one sample
     width: int = 0  # columns of dx, if it is the gradient of a tensor of which x and the gate are columns
     block_rows: int = 0  # rows of a block, if the call runs block after block and then adds up their sums in order
+    many_rows: int = 0  # from which on there are many samples; 0 if the second launch has one order for any number
+    many_samples: bool = False  # whether there are; then each has few CTAs of it
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -223,9 +225,12 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         sample_divisor=sample_rows and math.gcd(sample_rows, MOST_ROWS_OF_TILE),
         **more,
     )
-    in_force, block_rows = invariance.switch.invariance(), 0
+    of_each = [each for each in outputs if each.value and each.is_of_samples and each.sharing.rows]
+    in_force, block_rows, many = invariance.switch.invariance(), 0, 0
     if in_force > 0 and problem.num_sums:
         block_rows = _block_rows(operands.op, in_force, math.prod(batch_shape), outputs)
+    elif len(of_each) == problem.num_sums:
+        many = many_rows(sample_rows, problem)
     return BackwardCall(
         problem,
         math.prod(batch_shape),
@@ -244,7 +249,14 @@ def check_backward(operands: BackwardOperands) -> BackwardCall:
         sample_rows,
         places[0] if places else 0,
         block_rows,
+        many,
+        0 < many <= math.prod(batch_shape),
     )
+
+
+def many_rows(sample_rows: int, problem: NormProblem) -> int:
+    """BackwardCall.many_rows, if modulations that samples share have a row for each: sums over all samples are long."""
+    return limits.piece_of_samples["least"] * sample_rows * (0 < problem.num_sums == len(problem.summed))
 
 
 def _added(operands: Operands, batch_ndim: int, cols: int) -> tuple[tuple[Added, ...], tuple[Added, ...], int]:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..planner.legality import MAX_RING_ROWS, broken_rule
 from ..planner.model import bytes_moved, predict_us
 from ..planner.norm_problem import ALIGNMENT, NormProblem
 from ..planner.plan import VARIANTS, Plan, ReferencePlan, grid_of, num_launches, num_passes
+from ..problem.calls import many_rows
 from ..problem.rows import is_tma_aligned, row_view
 from ..problem.validation import validate
 from ..settings import invariance
@@ -128,9 +129,13 @@ class Explanation:
             lines.append(f"{moved / 1e6:.1f} MB moved, {time:.1f} us predicted: {share:.0%} of the speed of light")
         return lines
 
+    def _from_plan(self) -> dict[str, Any]:
+        many_samples = 0 < many_rows(self.sample_rows, self.problem) <= self.rows
+        return derived_of(self.plan, self.problem, self.device, many_samples)
+
     def _derived(self) -> list[str]:
         """What follows from the plan of a backward, as text."""
-        found, said = derived_of(self.plan, self.problem, self.device), []
+        found, said = self._from_plan(), []
         if "prefetches_statistics" in found and not self.problem.is_forward:
             pairs = ", bfloat16 widened in pairs" * found["widens_in_pairs"]
             once = ", tiles read once" * found["reads_once"]
@@ -179,7 +184,7 @@ class Explanation:
             "launches": num_launches(plan, problem) if kernel else None,
             "shared_bytes": budget.shared_bytes(plan, problem) if kernel else None,
             "registers": budget.registers(plan, problem, self.device) if kernel else None,
-            "derived": derived_of(plan, problem, self.device) if kernel else {},
+            "derived": self._from_plan() if kernel else {},
             "bytes_moved": estimate.bytes_moved if estimate else None,
             "predicted_us": round(estimate.predicted_us, 2) if estimate else None,
             "share_of_light": round(estimate.share_of_light, 4) if estimate else None,

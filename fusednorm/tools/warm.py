@@ -38,7 +38,7 @@ from ..operands import (
     derivative_of,
     operands_of,
 )
-from ..planner import choice
+from ..planner import choice, limits
 from ..planner.device import DeviceSpec
 from ..planner.legality import MAX_RING_ROWS
 from ..planner.norm_problem import MOST_ROWS_OF_TILE, NormProblem
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 FEW_TABLE_ROWS = 8  # the bits that a sort looks at depend on them, and no plan does
+FEW_SAMPLES = 2
 FEW_ROWS = 16  # rows of the calls that are compiled and run here; no build depends on the row count
 MANY_ROWS = 1 << 20  # row count for which the substitute of a failed plan is chosen
 # Up to this many builds are compiled in this process, because a worker first imports torch and triton, which takes
@@ -85,9 +86,10 @@ class Wanted(NamedTuple):
     residual_dtype: torch.dtype | None = None  # a form's residual's, or that of the gradient added to dx
     form: str = ""  # the suffix of the form's forward op
     settings: tuple[tuple[str, Any], ...] = ()  # of the form, by the names of the op's operands; groups by their size
-    sample_rows: int | None = None  # rows of each of two samples, which share a row of the modulations; None: all rows
+    sample_rows: int | None = None  # rows of each sample, which share a row of the modulations; None: all rows
     modulation_dtype: torch.dtype | None = None  # None: that of x
     table_rows: int = FEW_TABLE_ROWS  # of modulations that are tables
+    samples: int = FEW_SAMPLES  # of sample_rows
 
     @property
     def op(self) -> Op:
@@ -153,10 +155,16 @@ class Wanted(NamedTuple):
         return operands_of(op.name, (), given)
 
     def _tensor(self, role: Role, dtype: torch.dtype) -> Tensor:
-        batch = (2, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
+        batch = (self.samples, self.sample_rows) if self.sample_rows else (FEW_ROWS,)
         rows = (self.table_rows,) if role is Role.TABLE else batch
         shape = shape_of(role, (*rows, self.cols), (self.cols,), whole=(True, False)[-len(rows) :])
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def of_any_samples(self) -> list[Wanted]:
+        """This call and that of many samples, if that has other builds."""
+        many = self._replace(samples=limits.piece_of_samples["least"])
+        return [self, many] if self.sample_rows and self.direction != FORWARD else [self]
 
     @property
     def of_few_rows(self) -> Wanted:
@@ -251,11 +259,12 @@ def warmup(
     samples = sample_rows if isinstance(sample_rows, Sequence) else [sample_rows]
     tables = table_rows if isinstance(table_rows, Sequence) else [table_rows or FEW_TABLE_ROWS]
     wanted = [
-        Wanted(norm, each, width, *expected, count, modulation_dtype, size)
+        call
         for width in widths
         for count in samples
         for size in tables
         for each in directions
+        for call in Wanted(norm, each, width, *expected, count, modulation_dtype, size).of_any_samples
     ]
     wanted = [part for each in wanted for part in (each.parts if each.has_no_op else [each])]
     if device.type == "cpu":

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 from cases import outputs_of
-from modulations import PORTABLE
+from modulations import PORTABLE, Modulated
 from planning import make_gated_sum, make_modulated
 
+from fusednorm.host import launch
+from fusednorm.host.fallback import Choice
 from fusednorm.host.tiles import norm_of
+from fusednorm.planner.device import H200
 from fusednorm.planner.plan import MultiWavePlan
 
 pytest.importorskip("triton")
@@ -40,3 +43,14 @@ def test_rows_that_share_a_scale_have_few_sums_of_which_the_planner_knows(proble
     assert norm.has_weight == (inside.weight_dtype is not None)
     assert norm.has_bias == inside.reads_bias
     assert (norm.shared, norm.summed) == (inside.names_shared, inside.summed)
+
+
+@pytest.mark.parametrize("cols", [64, 1536])
+def test_many_samples_have_programs_whose_second_launch_has_few_ctas(cols):
+    plan = PLANS["one row"](64)
+    calls = [Modulated("layer", samples, 32, cols).call for samples in (7, 8, 20)]
+    few, many, more = [launch.program_of(call, Choice(plan), H200) for call in calls]
+    assert few.rows_above == 0 and few.most_rows == many.rows_above == 255
+    sums = [each.launches[-1] for each in (few, many, more)]
+    warps = [each.grid[1] * each.tile.num_warps for each in sums]
+    assert sums[1].grid == sums[2].grid and sums[1].tile == sums[2].tile and warps[1] < warps[0]

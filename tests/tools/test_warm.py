@@ -153,7 +153,7 @@ def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tup
     for direction in ("forward", "backward"):
         of_form = of.suffix, settings, rows, dtype
         each = warm.Wanted(of.norm, direction, shape[-1], BF16, None, False, ALL, None, *of_form)
-        expected.append(each)
+        expected += each.of_any_samples
         row = torch.empty(shape, dtype=BF16, device="meta")
         modulation = torch.empty(shape[0], 6, shape[2], dtype=dtype, device="meta")
         tensors = {Role.MODULATION: modulation[:, :1], Role.ROWS: row}
@@ -169,7 +169,7 @@ def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tup
         launches = launch.program_of(call, fallback.Choice(plan), H200).launches
         real |= {compilation.build_key(each, 90) for each in launches}
     plans = list(warm.plans_of(expected, [shape[0] * rows], H200))
-    assert all(each.of_few_rows.call().rows <= 256 for each in expected)
+    assert all(each.of_few_rows.call().rows <= 128 * each.samples for each in expected)
     made = {
         compilation.build_key(build.launch(H200), 90)
         for each, plan in plans
@@ -182,13 +182,14 @@ def builds_of(op: str, shape: tuple[int, ...], dtype: torch.dtype = BF16) -> tup
 @pytest.mark.parametrize("op", ["layer_norm_fwd_modulated", "rms_norm_fwd_of_gated_sum_modulated"])
 def test_a_call_of_several_samples_needs_no_build_that_its_warmup_has_not_made(op, shape, workers):
     real, made = workers.submit(builds_of, op, shape).result()
-    assert real == made and len(real) == 2 + (shape[1] > 1)  # a forward, a backward, its sums
+    sums = made - real  # of fewer samples, or of more
+    assert real <= made and len(real) == 2 + (shape[1] > 1) and len(sums) == (shape[1] > 1)
 
 
 def test_a_call_with_modulations_in_float32_needs_no_build_that_its_warmup_has_not_made(workers):
     real, made = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072), FP32).result()
     narrow, _ = workers.submit(builds_of, "rms_norm_fwd_modulated", (4, 1280, 3072)).result()
-    assert real == made and len(real) == 3 and not real & narrow
+    assert real <= made and len(real) == 3 and not real & narrow
 
 
 def builds_of_tables(table: Table) -> tuple[set[str], set[str]]:

@@ -61,6 +61,20 @@ def test_gradients_are_right_by_python_and_when_repeated_for_more_samples(op, gp
             assert_close(ours, right.float(), atol=1e-4, rtol=1e-4)
 
 
+def test_many_samples_have_a_backward_of_their_own_which_is_repeated(gpu):
+    for samples in (2, 8, 9, 3):
+        scale, shift = (draw(samples, 1, COLS, seed=seed).requires_grad_() for seed in (1, 2))
+        x = draw(samples, 5, COLS, seed=5).requires_grad_()
+        leaves = {"x": x, "scale": scale, "shift": shift}
+        y = ada_layer_norm(x, scale, shift)
+        with gpu.going_to_python("backward") if samples in (2, 8) else gpu.repeating():
+            got = gradients((y,), leaves)
+        normalized = torch.nn.functional.layer_norm(x, (COLS,), eps=1e-6)
+        want = gradients((normalized * (1 + scale) + shift,), leaves)
+        for ours, right in zip(got, want, strict=True):
+            assert_close(ours, right, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("op", MODULATED, ids=lambda op: op.name)
 def test_slices_of_modulations_are_right_under_batch_invariant_in_every_call(op, gpu):
     for seed in range(3):
