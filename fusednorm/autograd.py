@@ -42,6 +42,7 @@ from .operands import (
     backward_of,
     call_op,
     derivative_of,
+    in_two,
     op_arguments,
     op_outputs,
     operands_by_position,
@@ -204,9 +205,10 @@ def above_autograd(operands: Operands) -> Outputs:
     if torch.compiler.is_dynamo_compiling():
         return call_op(_overload(operands), operands)
     recorded = _is_recorded(*operands.differentiable)
-    has_node = operands.direction == "forward" and TRANSLATIONS[operands.op].backward in TRANSLATIONS
-    if torch_compat.needs_formula() or (recorded and not has_node):
+    if torch_compat.needs_formula() or (recorded and operands.direction != "forward"):
         return reference.formula(operands)
+    if recorded and TRANSLATIONS[operands.op].backward not in TRANSLATIONS:  # each of both norms has a backward
+        return in_two(operands, above_autograd)
     outputs = _below_autograd(operands)
     return _record(*operands.tensors, outputs, node_info(operands, statistics_inside=False)) if recorded else outputs
 

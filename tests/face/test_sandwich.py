@@ -79,6 +79,30 @@ def test_the_backward_is_two_ops_and_no_addition(norm):
 
 
 @norms
+def test_an_exported_call_is_trained_by_ops(norm):
+    given = leaves(FP32)
+    module = TwoNorms(norm, *[torch.nn.Parameter(each.detach().clone()) for each in given[2:]])
+    exported = torch.export.export(module, tuple(each.detach() for each in given[:2])).module()
+    names = [str(node.target) for node in exported.graph.nodes]
+    assert names.count(f"fusednorm.{norm}_norm_fwd_plus_residual_norm.default") == 1
+    with OpLog() as log:
+        outputs = exported(*given[:2])
+        found = gradients(outputs, [*given[:2], *exported.parameters()])
+    assert all(each.startswith(f"fusednorm.{norm}_norm") for each in log.names if "norm" in each)
+    assert sum(f"{norm}_norm_bwd" in each for each in log.names) == 2
+    torch.testing.assert_close(found, gradients(FUNCTIONS[norm][0](*given), given))
+
+
+class TwoNorms(torch.nn.Module):
+    def __init__(self, norm, *parameters):
+        super().__init__()
+        self.norm, self.parameters_of_norms = norm, torch.nn.ParameterList(parameters)
+
+    def forward(self, x, residual):
+        return FUNCTIONS[self.norm][0](x, residual, *self.parameters_of_norms)
+
+
+@norms
 def test_derivatives_of_any_order(norm):
     given = [each[:1] if each.dim() > 1 else each for each in leaves()]
 
