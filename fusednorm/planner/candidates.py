@@ -203,8 +203,8 @@ def _held(tile: MultiWavePlan, problem: NormProblem, device: DeviceSpec, good: b
     if plan and plan.short_lived:  # as many CTAs as there are registers for
         room = min(device.registers_per_sm // budget.registers(plan, problem, device), device.max_threads_per_sm)
         ctas = room // threads if problem.tables else min(tile.ctas_per_sm, room // threads)
-        return replace(plan, ctas_per_sm=ctas, max_registers=budget.register_limit(threads * ctas, device))
-    return plan
+        plan = replace(plan, ctas_per_sm=ctas, max_registers=budget.register_limit(threads * ctas, device))
+    return plan if plan and plan.ctas_per_sm >= limits.value_of(limits.least_ctas, problem.quantities) else None
 
 
 def _warp_specialized(problem: NormProblem, device: DeviceSpec, good: bool = True) -> WarpSpecializedPlan | None:

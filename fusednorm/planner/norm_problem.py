@@ -135,8 +135,8 @@ class NormProblem:
     @cached_property
     def quantities(self) -> dict[str, Any]:
         """The names by which data files ask for what a problem has: those of its fields, and others."""
-        own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype
-        x, grad, residual, weight, bias = map(bytes_of, own)
+        own = self.x_dtype, self.grad_dtype, self.residual_dtype, self.weight_dtype, self.bias_dtype, self.y_dtype
+        x, grad, residual, weight, bias, y = map(bytes_of, own)
         parameters, others = [each for each in (weight, bias) if each], self.rows_in + self.shared
         named = [*zip(self.names_in, self.rows_in, strict=False)]
         # A forward keeps the row that is normalized from its statistics to y, and what its last step reads of no table.
@@ -148,7 +148,7 @@ class NormProblem:
         return vars(self) | dict(
             forward=self.is_forward, writes_rows=self.writes_rows, layer=self.norm == "layer",
             odd=self.cols % 16 != 0, activates=self.form.activates, accumulators=self.acc_dtype.itemsize // 4,
-            bfloat16=self.x_dtype == torch.bfloat16, in_small_pieces=self.cols * x % 32 != 0, x_bytes=x,
+            bfloat16=self.x_dtype == torch.bfloat16, in_small_pieces=self.cols * x % 32 != 0, x_bytes=x, y_bytes=y,
             grad_bytes=grad, mixed=x != grad, residual_bytes=residual, held_bytes=sum(map(bytes_of, held)),
             widest=max(x, grad, *map(bytes_of, self.rows_in)), widest_beside=max(map(bytes_of, others), default=0),
             narrow=max(x, grad, *parameters, 2) == 2 and not others, weight_bytes=weight, parameters=len(parameters),

@@ -82,8 +82,18 @@ def test_the_function_runs_one_kernel_forward(norm, monkeypatch, on_a_small_gpu)
     assert len(launched) == 3 and all(each.isfinite().all() for each in grads)
 
 
-def test_rows_that_registers_do_not_hold_are_two_calls():
-    for cols, variant in ((4096, "multi_wave"), (2**18, "reference")):
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(("case", "settings"), [((FP32, FP64, BF16), {}), ((FP16, FP32, FP32), {"y_dtype": FP64})])
+def test_rows_of_float64_are_normalized_in_float64(case, settings, norm, on_a_small_gpu):
+    given = operands(norm, *case, rounds_x_hat=True, **settings)
+    outputs, want = run(given), in_two(given, run)
+    assert outputs[0].dtype is FP64
+    for ours, theirs in zip(outputs, want, strict=True):
+        assert theirs is ours is None or (ours.dtype is theirs.dtype and torch.equal(ours, theirs))
+
+
+def test_rows_that_registers_do_not_hold_for_two_ctas_of_an_sm_are_two_calls():
+    for cols, variant in ((4096, "multi_wave"), (10240, "multi_wave"), (16384, "reference"), (2**18, "reference")):
         form = operands("rms", BF16, BF16, BF16).form
         rows = {"rows_in": (BF16,), "names_in": ("residual",), "rows_out": (BF16,)}
         problem = NormProblem("rms", "forward", cols, BF16, BF16, form=form, **rows)

@@ -29,6 +29,12 @@ RULES = {  # rule: (variant, problem, rows, device) that it rejects
     "older": ("async_copy", make_problem(), MANY_ROWS, B200),
     "dx": ("warp_specialized", make_problem(wants_dx=False), MANY_ROWS, H200),
     "again": ("pipelined", make_problem(direction="forward", form=FormSpec(finish="add", again=True)), MANY_ROWS, H200),
+    "again_in_float64": (
+        "multi_wave",
+        make_problem(direction="forward", form=FormSpec(finish="add", again=True), y_dtype=torch.float64),
+        MANY_ROWS,
+        H200,
+    ),
     "sums": ("pipelined", make_gated(wants_dx=False, rows_out=(), stored=(0,)), MANY_ROWS, H200),
     "float64": ("pipelined", make_problem(dtype="fp64"), MANY_ROWS, H200),
     "alignment": ("warp_specialized", make_problem(cols=4100), MANY_ROWS, B200),
