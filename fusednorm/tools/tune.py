@@ -333,7 +333,7 @@ class Route(NamedTuple):
 
 def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], sms: int) -> table.Ranges:
     """Between two row counts at which a family was measured, it takes as long as the model says, and what the model
-    lacks at both, in proportion to the rows."""
+    lacks at both, in proportion to the rows. Of two that have no family in common nothing is known between them."""
     counts, points = sorted(widths[cols]), defaultdict(list)
     for rows in counts:
         for family, us in _smoothed(cols, rows, widths).items():
@@ -352,7 +352,7 @@ def _ranges(cols: int, widths: Widths, predict: Callable[[Plan, float], float], 
 
     gaps = itertools.product(itertools.pairwise(counts), range(STEPS))
     between = (low * (high / low) ** (step / STEPS) for (low, high), step in gaps)
-    return _few_plans([(rows, times(rows)) for rows in (*between, counts[-1])], sms)
+    return _few_plans([(rows, of) for rows in (*between, counts[-1]) if (of := times(rows))], sms)
 
 
 def _few_plans(costs: list[tuple[float, dict[Plan, float]]], sms: int) -> table.Ranges:

@@ -101,6 +101,12 @@ def test_a_later_cell_of_few_plans_leaves_the_others_as_they_were_beside_it():
     assert ranges_of([*first, tune.Cell(TASK, 4096, times(6.0, 5.0, 9.0), "")])[-1] == (math.inf, text_of(PLANS[1]))
 
 
+def test_row_counts_without_a_plan_in_common_have_a_line_all_the_same():
+    cells = [tune.Cell(TASK, rows, {text_of(plan): 5.0}, "") for rows, plan in ((1024, PLANS[0]), (4096, PLANS[1]))]
+    (few, first), (most, last) = ranges_of(cells)
+    assert (first, last, most) == (text_of(PLANS[0]), text_of(PLANS[1]), math.inf) and 1024 < few * 132 < 4096
+
+
 def test_of_two_runs_the_plan_of_the_least_mean_time_is_taken():
     runs = [[tune.Cell(TASK, rows, times(*us), "") for rows in (1024, 4096)] for us in ((6.0, 5.0), (2.6, 2.7))]
     assert ranges_of([*runs[0], *runs[1]]) == ranges_of([*runs[1], *runs[0]]) == ((math.inf, text_of(PLANS[1])),)
