@@ -165,6 +165,8 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
         outputs, program = launch().run(call, miss)
         if outputs is not None:
             return outputs, program
+        if operands.form.again:
+            prepared.keep_in_two(operands, call)
     return in_two(operands, run) if operands.form.again else reference.run(operands, call), None
 
 

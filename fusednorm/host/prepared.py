@@ -11,15 +11,18 @@ Here calls run in Python. native.py copies programs to C++, which runs them by t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..operands import Operands, Outputs
+from ..planner.norm_problem import ALIGNMENT
 from ..problem.calls import BackwardCall, ForwardCall
 from ..settings import invariance, margin
+from ..settings.forcing import forced_variant
 from .key import fit, look
 from .program import Bound, Program
 
@@ -73,6 +76,7 @@ class Miss(NamedTuple):
 First = Callable[[Operands, Miss | None], tuple[Outputs | None, Program | None]]
 
 _kinds: dict[tuple, Kind] = {}
+_in_two: set[tuple] = set()  # of calls that normalize twice, and that no kernel computes
 
 
 def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None, Program | None]:
@@ -137,6 +141,29 @@ def kind_of(key: tuple) -> Kind | None:
     return _kinds.get(key)
 
 
+def keep_in_two(operands: Operands, call: ForwardCall) -> None:
+    """Keep that a call that normalizes twice was made in two. These leave programs, and the call itself leaves none.
+    Nothing is kept if the reason is `force` or the place of a tensor."""
+    problem = call.problem
+    if not forced_variant() and (problem.tma_aligned or problem.cols * problem.x_dtype.itemsize % ALIGNMENT):
+        if len(_in_two) >= KEPT_KINDS:
+            _in_two.clear()
+        _in_two.add(_looks(operands.op, call.normalized_shape, operands.tensors))
+
+
+def are_in_two(op: str, shape: Sequence[int], *tensors: Tensor | None) -> bool:
+    """Whether calls of this op with such tensors are kept as two. x, the first tensor, says on which device."""
+    try:
+        return bool(_in_two) and _looks(op, shape, tensors) in _in_two
+    except (TypeError, AttributeError):  # symbolic sizes have no hash, and arguments of other types no device
+        return False
+
+
+def _looks(op: str, shape: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple:
+    return op, tuple(shape), tensors[0].device, *[each if each is None else each.dtype for each in tensors]
+
+
 def forget() -> None:
     """Drop all programs."""
     _kinds.clear()
+    _in_two.clear()

@@ -11,6 +11,7 @@ from torch.autograd import Function
 
 from .. import autograd, functional
 from ..forms import ROUNDINGS
+from ..host import prepared
 from ..host.torch_compat import recorder
 
 
@@ -60,7 +61,7 @@ def _sandwich(
     record = recorder(SandwichFunction, *tensors)
     if record is None or any(a is b is not None for a, b in combinations(tensors, 2)):  # Dynamo takes none twice
         last = eps, None, weight_offset, rounding
-        if record is None and _is_one_op(x, weight, next_weight, bias, next_bias):
+        if record is None and _is_one_op(both, *tensors):
             h, y, *_ = functional.of_form(both, x, (residual, next_weight, next_bias), weight, bias, *last)
             return y, h
         h = functional.of_form(first, x, (residual,), weight, bias, *last)
@@ -75,10 +76,13 @@ def _ops(norm: str) -> tuple[str, ...]:
     return tuple(f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine", "plus_residual_norm"))
 
 
-def _is_one_op(x, weight, next_weight, bias, next_bias) -> bool:
-    """Whether both norms are of the same dims. Dynamo's graphs have two ops, which Inductor knows."""
+def _is_one_op(op, x, residual, weight, next_weight, bias, next_bias) -> bool:
+    """Whether both norms are of the same dims, and no earlier call of the op was made in two calls, which cost the host
+    less themselves. Dynamo's graphs have two ops, which Inductor knows."""
     shape, of_h = functional.shape_of(x, weight, bias), functional.shape_of(x, next_weight, next_bias)
-    return not torch.compiler.is_dynamo_compiling() and shape == of_h
+    if torch.compiler.is_dynamo_compiling() or shape != of_h:
+        return False
+    return not prepared.are_in_two(op, shape, x, weight, bias, residual, next_weight, next_bias)
 
 
 class SandwichFunction(Function):
@@ -89,7 +93,7 @@ class SandwichFunction(Function):
     def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
         first, second, both = _ops(norm)
         shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
-        if _is_one_op(x, weight, next_weight, bias, next_bias):
+        if _is_one_op(both, x, residual, weight, next_weight, bias, next_bias):
             given = x, shape, residual, next_weight, next_bias, weight, bias, *settings
             outputs = autograd.outputs_of(both, given)
             half = len(outputs) // 2

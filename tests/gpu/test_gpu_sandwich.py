@@ -42,7 +42,8 @@ def functions(norm):
 
 
 def assert_one_rounding_apart(ours, theirs, but_for=0.0):
-    """Or as far as sums in another order are, `but_for` a share of the elements."""
+    """Sums in another order may be as far apart as they are in the accumulation dtype. A share of `but_for` of the
+    elements may be further apart."""
     for got, want in zip(ours, theirs, strict=True):
         assert got is want is None or got.dtype is want.dtype
         if got is not None:
