@@ -98,7 +98,10 @@ def report(times: dict[Timed, Times]) -> None:
 
 
 # With the tensors and the gradients of another module, whose time beyond this one's is ours to save.
-CONTROLS = {"module of a sum": "module beside a residual"}
+CONTROLS = {
+    "module of a sum": "module beside a residual",
+    "module of both norms": "module of both norms by two functions",
+}
 
 
 def plain_call(call: str) -> str:
@@ -160,6 +163,7 @@ def calls_of_forms(
     scale, shift = (torch.randn(cols, **options) for _ in range(2))
     given = {
         **dict.fromkeys(("of a sum", "beside a residual", "plus a residual", "with a gate"), (x, residual)),
+        **dict.fromkeys(("of both norms", "of both norms by two functions"), (x, residual)),
         "modulated": (x, scale, shift),
         "with a packed gate": (torch.cat([x, residual], -1),),
     }
@@ -183,6 +187,11 @@ def modules_of_forms(norm: str, cols: int, options: dict) -> dict[tuple[str, str
         ("beside a residual", OURS): beside_residual(getattr(fusednorm, name))(cols, **options),
         ("plus a residual", OURS): getattr(fusednorm, f"{name}Add")(cols, **options),
         ("plus a residual", ATEN): Composed(stock(), lambda norm, x, residual: residual + norm(x)),
+        ("of both norms", OURS): BothNorms(norm, getattr(fusednorm, f"{norm}_norm_add_{norm}_norm"), cols, **options),
+        ("of both norms", ATEN): BothNorms(norm, functools.partial(stock_norms, norm), cols, **options),
+        ("of both norms by two functions", OURS): BothNorms(
+            norm, functools.partial(by_two_functions, norm), cols, **options
+        ),
         ("with a gate", OURS): getattr(fusednorm, f"{name}Gated")(cols, **options),
         ("with a gate", ATEN): Composed(stock(), lambda norm, x, gate: norm(x) * F.silu(gate)),
         ("modulated", OURS): getattr(fusednorm, f"Ada{name}")(cols, **options),
@@ -221,6 +230,33 @@ class Composed(torch.nn.Module):
 def norm_of_sum(norm: torch.nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return norm(total), total
+
+
+class BothNorms(torch.nn.Module):
+    """residual + norm(x) and the norm of that, by run(x, residual, weight, next_weight, bias, next_bias)."""
+
+    def __init__(self, norm: str, run: Callable, cols: int, **options):
+        super().__init__()
+        weights = [torch.nn.Parameter(torch.ones(cols, **options)) for _ in range(2)]
+        biases = [torch.nn.Parameter(torch.zeros(cols, **options)) if norm == "layer" else None for _ in range(2)]
+        (self.weight, self.next_weight), (self.bias, self.next_bias) = weights, biases
+        self.run = run
+
+    def forward(self, x, residual):
+        return self.run(x, residual, self.weight, self.next_weight, self.bias, self.next_bias)
+
+
+def by_two_functions(norm, x, residual, weight, next_weight, bias, next_bias) -> tuple[torch.Tensor, torch.Tensor]:
+    h = getattr(fusednorm, f"{norm}_norm_add")(x, residual, weight, bias)
+    return getattr(fusednorm, f"affine_{norm}_norm")(h, next_weight, next_bias), h
+
+
+def stock_norms(norm, x, residual, weight, next_weight, bias, next_bias) -> tuple[torch.Tensor, torch.Tensor]:
+    def stock(x, weight, bias):
+        return F.layer_norm(x, weight.shape, weight, bias) if norm == "layer" else F.rms_norm(x, weight.shape, weight)
+
+    h = residual + stock(x, weight, bias)
+    return stock(h, next_weight, next_bias), h
 
 
 def gated_halves(norm: torch.nn.Module, packed: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def test_modules_of_forms_are_timed_with_their_backwards_and_without(norm):
 def test_torchs_operations_beside_a_form_compute_the_same(norm):
     modules = host_time.modules_of_forms(norm, 8, {"dtype": torch.float64})
     stocks = {form: module for (form, candidate), module in modules.items() if candidate == "aten"}
-    assert len(stocks) == 5
+    assert len(stocks) == 6
     for form, stock in stocks.items():
         width, more = (16, 0) if "packed" in form else (8, 2 if form == "modulated" else 1)
         given = torch.randn(1 + more, 3, width, dtype=torch.float64)
