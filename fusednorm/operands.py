@@ -454,11 +454,17 @@ def _apart(by: Translation, arguments: Sequence) -> list:
     return found
 
 
+def ops_in_two(norm: str) -> tuple[str, str]:
+    """The forwards of the norms that an op is which normalizes again: the first, and the next one."""
+    return f"{norm}_norm_fwd_plus_residual", f"{norm}_norm_fwd_affine"
+
+
 def in_two(operands: Operands, run: Callable[[Operands], Outputs]) -> Outputs:
     """The outputs of an op that normalizes again, by that of the first norm and that of the next one."""
-    h, *statistics = run(_with_names_of(f"{operands.norm}_norm_fwd_plus_residual", operands))
+    first, following = ops_in_two(operands.norm)
+    h, *statistics = run(_with_names_of(first, operands))
     next_parameters = {"weight": operands.next_weight, "bias": operands.next_bias}
-    y, *of_h = run(_with_names_of(f"{operands.norm}_norm_fwd_affine", operands, x=h, **next_parameters))
+    y, *of_h = run(_with_names_of(following, operands, x=h, **next_parameters))
     return h, *statistics, y, *of_h[OWN_OUTPUTS + 1 - len(operands.outputs) :]
 
 

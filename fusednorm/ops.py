@@ -135,7 +135,7 @@ def run(operands: Operands) -> Outputs:
     return launched(operands)[0]
 
 
-def launched(operands: Operands) -> tuple[Outputs, Program | None]:
+def launched(operands: Operands) -> tuple[Outputs, prepared.Kept]:
     """(what `run` returns, the program that has made it if the program is kept)."""
     return prepared.run(operands, first) if runs_kernels(operands.x) else first(operands)
 
@@ -145,8 +145,10 @@ Launched = tuple[Outputs | None, Program | None]
 LAUNCHES: dict[str, Callable[[Operands, prepared.Miss | None], Launched]] = {}
 
 
-def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, Program | None]:
+def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Outputs, prepared.Kept]:
     """`launched`, if there is no program yet."""
+    if prepared.are_in_two(miss):
+        return in_two(operands, run), prepared.IN_TWO
     if TRANSLATIONS[operands.op].op.form is None:
         return reference.run(operands), None
     own = LAUNCHES.get(operands.op)
@@ -166,7 +168,7 @@ def first(operands: Operands, miss: prepared.Miss | None = None) -> tuple[Output
         if outputs is not None:
             return outputs, program
         if operands.form.again:
-            prepared.keep_in_two(operands, call)
+            return in_two(operands, run), prepared.keep_in_two(miss)
     return in_two(operands, run) if operands.form.again else reference.run(operands, call), None
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ..namespace import NAMESPACE
 from ..operands import (
+    AGAIN_OPS,
     FORWARD,
     OPS,
     OWN_OUTPUTS,
@@ -27,6 +28,7 @@ from ..operands import (
     Slot,
     derivative_of,
     operands_of,
+    ops_in_two,
 )
 from ..planner.plan import Grid
 from ..settings import forcing, invariance, margin
@@ -116,6 +118,8 @@ def _describe(op: Op) -> None:
         follows_autocast=op.aten is not None,
         returns_list=op.of_lists,
     )
+    if op in AGAIN_OPS:
+        _connect_in_two(op)
     for forward in [TRANSLATIONS[name].op for name in _numbers if TRANSLATIONS[name].op.direction == FORWARD]:
         for packed in (False, True):
             backward = TRANSLATIONS[forward.name].backward + "_packed" * packed
@@ -176,6 +180,27 @@ def _connect(forward: Op, backward: Op, packed: bool) -> None:
     )
 
 
+def _connect_in_two(op: Op) -> None:
+    """Tell C++ which ops one that normalizes again is, with places in place of names. Autograd records the next norm as
+    that of a sum of h and nothing, which replaces h: its backward adds the gradient of h. All have the same settings,
+    but for some of the sum's, which its backward does not take."""
+    of_sum = f"{op.norm}_norm_fwd_of_sum"
+    tensors = _tensors(op)
+    outputs, of_next = ([each.name for each in TRANSLATIONS[name].type.outputs] for name in (op.name, of_sum))
+    names = {"new_residual": "y"} | {name: f"next_{name}" for name in ("y", "mean", "rstd", "weight", "bias")}
+    first, following = ops_in_two(op.norm)
+    parts = [(first, _tensors(OPS[first]))]
+    parts += [(name, [names.get(each) for each in _tensors(OPS[name])]) for name in (following, of_sum)]
+    extension.set_in_two(
+        op=_numbers[op.name],
+        parts=[
+            (_numbers[name], [tensors.index(each) if each in tensors else None for each in given])
+            for name, given in parts
+        ],
+        outputs=[outputs.index(names[each]) if names[each] in outputs else None for each in of_next],
+    )
+
+
 def _settings(op: Op) -> list[str]:
     """The inputs that C++ counts as settings."""
     return [slot.name for slot in op.inputs if not slot.role.is_tensor and slot.role is not Role.SHAPE]
@@ -203,7 +228,7 @@ def y_of_parts(name: str, sizes: tuple, ranges: tuple, integers: tuple, argument
     return extension.y_of_parts(sizes, ranges, integers, _numbers[name], arguments)
 
 
-def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Any:
+def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, prepared.Kept]]) -> Any:
     """Replaces ATen's norm ops at dispatch key `key` by ours until its `remove` is called. Calls that C++ does not run
     go to `launched`, which returns the outputs and a program that C++ can keep."""
     ops = [op for op in OPS.values() if op.aten]
@@ -211,11 +236,13 @@ def overrides(key: str, launched: Callable[[Operands], tuple[Outputs, Program | 
     return extension.Overrides(key, [_numbers[op.name] for op in ops], functions)
 
 
-def _and_program(launched: Callable[[Operands], tuple[Outputs, Program | None]]) -> Callable:
+def _and_program(launched: Callable[[Operands], tuple[Outputs, prepared.Kept]]) -> Callable:
     def outputs_and_program(operands: Operands) -> tuple[Outputs, Any]:
         outputs, program = launched(operands)
         # C++ knows of `force` only while a block is open. A task may outlive the block that it was started in.
-        return outputs, None if program is None or forcing.asked_variants() else in_cpp(program)
+        if program is None or forcing.asked_variants():
+            return outputs, None
+        return outputs, True if program is prepared.IN_TWO else in_cpp(program)
 
     return outputs_and_program
 

@@ -11,18 +11,15 @@ Here calls run in Python. native.py copies programs to C++, which runs them by t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..operands import Operands, Outputs
-from ..planner.norm_problem import ALIGNMENT
 from ..problem.calls import BackwardCall, ForwardCall
 from ..settings import invariance, margin
-from ..settings.forcing import forced_variant
 from .key import fit, look
 from .program import Bound, Program
 
@@ -73,13 +70,19 @@ class Miss(NamedTuple):
     invariance: int  # in force then, likewise
 
 
-First = Callable[[Operands, Miss | None], tuple[Outputs | None, Program | None]]
+class InTwo:
+    """In place of the program of a call that normalizes twice and is made as two, which have programs."""
+
+
+IN_TWO = InTwo()
+Kept = Program | InTwo | None
+First = Callable[[Operands, Miss | None], tuple[Outputs | None, Kept]]
 
 _kinds: dict[tuple, Kind] = {}
-_in_two: set[tuple] = set()  # of calls that normalize twice, and that no kernel computes
+_in_two: set[tuple] = set()  # keys of calls that are made as two, because no kernel computes them
 
 
-def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None, Program | None]:
+def run(operands: Operands, first: First | None = None) -> tuple[Outputs | None, Kept]:
     """(the outputs by a program, the program). If there is none for these operands, what `first` returns: it gets the
     operands, and a Miss if a program for such operands can be kept. The caller has made sure that no mode and no
     transform is active."""
@@ -141,26 +144,18 @@ def kind_of(key: tuple) -> Kind | None:
     return _kinds.get(key)
 
 
-def keep_in_two(operands: Operands, call: ForwardCall) -> None:
-    """Keep that a call that normalizes twice was made in two. These leave programs, and the call itself leaves none.
-    Nothing is kept if the reason is `force` or the place of a tensor."""
-    problem = call.problem
-    if not forced_variant() and (problem.tma_aligned or problem.cols * problem.x_dtype.itemsize % ALIGNMENT):
+def keep_in_two(miss: Miss | None) -> InTwo:
+    """Keep that such a call is made as two."""
+    if miss:
         if len(_in_two) >= KEPT_KINDS:
             _in_two.clear()
-        _in_two.add(_looks(operands.op, call.normalized_shape, operands.tensors))
+        _in_two.add(miss.key)
+    return IN_TWO
 
 
-def are_in_two(op: str, shape: Sequence[int], *tensors: Tensor | None) -> bool:
-    """Whether calls of this op with such tensors are kept as two. x, the first tensor, says on which device."""
-    try:
-        return bool(_in_two) and _looks(op, shape, tensors) in _in_two
-    except (TypeError, AttributeError):  # symbolic sizes have no hash, and arguments of other types no device
-        return False
-
-
-def _looks(op: str, shape: Sequence[int], tensors: Sequence[Tensor | None]) -> tuple:
-    return op, tuple(shape), tensors[0].device, *[each if each is None else each.dtype for each in tensors]
+def are_in_two(miss: Miss | None) -> bool:
+    """Whether calls of this key are made as two."""
+    return miss is not None and miss.key in _in_two
 
 
 def forget() -> None:

@@ -1,5 +1,6 @@
 """A norm behind a layer and the norm before the next one, h = residual + norm(x) and y = norm(h), as in Gemma 2 to 4:
-one op forward and two backward, where autograd would add the gradients of h by a kernel of its own."""
+one op forward and two backward, where autograd would add the gradients of h by a kernel of its own. C++ records a node
+for each norm (csrc/node.h); SandwichFunction is for the other calls."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from torch.autograd import Function
 
 from .. import autograd, functional
 from ..forms import ROUNDINGS
-from ..host import prepared
+from ..host import native
 from ..host.torch_compat import recorder
+from ..operands import ops_in_two
 
 
 def layer_norm_add_layer_norm(
@@ -56,12 +58,19 @@ def rms_norm_add_rms_norm(
 def _sandwich(
     norm, x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding
 ) -> tuple[Tensor, Tensor]:
-    first, second, both = _ops(norm)
     tensors = x, residual, weight, next_weight, bias, next_bias
+    first, second, both = _ops(norm)
+    shape, is_one_op = functional.shape_of(x, weight, bias), _is_one_op(x, weight, next_weight, bias, next_bias)
+    if is_one_op:
+        given = x, shape, residual, next_weight, next_bias, weight, bias, eps
+        outputs = native.y_of(both, (*given, weight_offset, ROUNDINGS.get(rounding), None))
+        if outputs is not None:
+            h, y, *_ = outputs
+            return y, h
     record = recorder(SandwichFunction, *tensors)
     if record is None or any(a is b is not None for a, b in combinations(tensors, 2)):  # Dynamo takes none twice
         last = eps, None, weight_offset, rounding
-        if record is None and _is_one_op(both, *tensors):
+        if record is None and is_one_op:
             h, y, *_ = functional.of_form(both, x, (residual, next_weight, next_bias), weight, bias, *last)
             return y, h
         h = functional.of_form(first, x, (residual,), weight, bias, *last)
@@ -73,16 +82,14 @@ def _sandwich(
 
 def _ops(norm: str) -> tuple[str, ...]:
     """The forwards of the first norm, of the next one, and of both."""
-    return tuple(f"{norm}_norm_fwd_{form}" for form in ("plus_residual", "affine", "plus_residual_norm"))
+    return *ops_in_two(norm), f"{norm}_norm_fwd_plus_residual_norm"
 
 
-def _is_one_op(op, x, residual, weight, next_weight, bias, next_bias) -> bool:
-    """Whether both norms are of the same dims, and no earlier call of the op was made in two calls, which cost the host
-    less themselves. Dynamo's graphs have two ops, which Inductor knows."""
-    shape, of_h = functional.shape_of(x, weight, bias), functional.shape_of(x, next_weight, next_bias)
-    if torch.compiler.is_dynamo_compiling() or shape != of_h:
+def _is_one_op(x, weight, next_weight, bias, next_bias) -> bool:
+    """Whether both norms are of the same dims. Dynamo's graphs have two ops, which Inductor knows."""
+    if torch.compiler.is_dynamo_compiling():
         return False
-    return not prepared.are_in_two(op, shape, x, weight, bias, residual, next_weight, next_bias)
+    return functional.shape_of(x, weight, bias) == functional.shape_of(x, next_weight, next_bias)
 
 
 class SandwichFunction(Function):
@@ -93,7 +100,7 @@ class SandwichFunction(Function):
     def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
         first, second, both = _ops(norm)
         shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
-        if _is_one_op(both, x, residual, weight, next_weight, bias, next_bias):
+        if _is_one_op(x, weight, next_weight, bias, next_bias):
             given = x, shape, residual, next_weight, next_bias, weight, bias, *settings
             outputs = autograd.outputs_of(both, given)
             half = len(outputs) // 2

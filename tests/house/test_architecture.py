@@ -20,7 +20,7 @@ MAY_IMPORT = {
     },
     "modules": {"forms", "functional", "host"},
     "layers": {"functional", "host"},
-    "nodes": {"autograd", "forms", "functional", "host", "problem"},
+    "nodes": {"autograd", "forms", "functional", "host", "operands", "problem"},
     "functional": {"autograd", "dtypes", "forms", "host", "operands"},
     "autograd": {
         *("dtypes", "host", "namespace", "operands", "ops", "problem", "reference", "settings"),

@@ -54,14 +54,17 @@ def asked(tmp_path, monkeypatch):
     torch.set_float32_matmul_precision(precision)
 
 
-def losses(said: str) -> list[tuple[str, str]]:
-    """(first, last) loss of each run in the report."""
-    return re.findall(r"tokens/s +\d+\.\d+ GiB  loss (\d\.\d+) -> (\d\.\d+)", said)
+def assert_runs_learned_alike(said: str, count: int) -> None:
+    """The report has so many runs, whose first and last losses agree. Runs may round apart, so that the last digit
+    differs on some processors."""
+    runs = re.findall(r"tokens/s +\d+\.\d+ GiB  loss (\d\.\d{3}) -> (\d\.\d{3})\n", said)
+    firsts, lasts = ([round(1000 * float(each)) for each in losses] for losses in zip(*runs, strict=True))
+    assert len(runs) == count and max(lasts) < min(firsts)
+    assert all(max(each) - min(each) <= 1 for each in (firsts, lasts))
 
 
 def assert_they_learned_alike(said: str, picture: Path) -> None:
-    stock, ours = losses(said)
-    assert stock == ours and float(ours[1]) < float(ours[0])
+    assert_runs_learned_alike(said, 2)
     assert "differences in tokens/s are noise" in said
     assert picture.stat().st_size > 10_000
 
@@ -103,16 +106,14 @@ def test_train_dit_trains_on_both_ways_of_writing_norms_eager_and_compiled_and_d
     monkeypatch.setattr(train_dit.torch, "compile", lambda model: compile_model(model, backend="aot_eager"))
     train_dit.main(["--compile", *asked])
     said = capsys.readouterr().out
-    runs = losses(said)
-    assert len(runs) == 4 and len(set(runs)) == 1 and float(runs[0][1]) < float(runs[0][0])
+    assert_runs_learned_alike(said, 4)
     assert (tmp_path / "train_dit.png").stat().st_size > 10_000
 
 
 def test_train_qk_norm_trains_on_norms_written_out_as_one_call_and_packed_and_draws(asked, tmp_path, capsys):
     train_qk_norm.main(asked)
     said = capsys.readouterr().out
-    runs = losses(said)
-    assert len(runs) == 3 and len(set(runs)) == 1 and float(runs[0][1]) < float(runs[0][0])
+    assert_runs_learned_alike(said, 3)
     assert (tmp_path / "train_qk_norm.png").stat().st_size > 10_000
 
 

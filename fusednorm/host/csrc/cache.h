@@ -9,6 +9,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace fusednorm {
 
@@ -53,9 +54,22 @@ class Cache {
     version.fetch_add(1, std::memory_order_release);
   }
 
+  // Keeps that such calls are made as two.
+  void add_in_two(const Key& key) {
+    std::unique_lock<std::shared_mutex> writing(mutex);
+    if (in_two.size() >= most_kinds) in_two.clear();
+    in_two.insert(key);
+  }
+
+  bool are_in_two(const Key& key) {
+    std::shared_lock<std::shared_mutex> reading(mutex);
+    return in_two.count(key);
+  }
+
   void forget() {
     std::unique_lock<std::shared_mutex> writing(mutex);
     kinds.clear();
+    in_two.clear();
     version.fetch_add(1, std::memory_order_release);
   }
 
@@ -67,8 +81,9 @@ class Cache {
   };
 
   std::atomic<uint64_t> version{1};  // of `kinds`
-  std::shared_mutex mutex;           // guards `kinds`
+  std::shared_mutex mutex;           // guards both of these
   std::unordered_map<Key, Kind, Hash> kinds;
+  std::unordered_set<Key, Hash> in_two;
 };
 
 inline Cache& cache = *new Cache;  // never destroyed: threads may still call when the process ends

@@ -76,6 +76,9 @@ class Call {
     return true;
   }
 
+  // Whether the call is made as two: no kernel computes it.
+  bool is_in_two() const { return may_run && op.in_two && cache.are_in_two(key); }
+
   // The call with the copies that were made, so that the program that Python finds is one for all such calls.
   Given with_copies(const Given& given) const {
     Given made = given;
@@ -87,6 +90,10 @@ class Call {
   void remember(std::shared_ptr<const Program> program) const {
     if (may_run && program->sm_margin == margin && program->invariance == invariance)
       cache.add(key, std::move(program));
+  }
+
+  void remember_in_two() const {
+    if (may_run) cache.add_in_two(key);
   }
 
  private:
@@ -272,7 +279,8 @@ inline bool is_recorded(TensorPointers tensors) {
   return false;
 }
 
-// The outputs of the op below autograd by Python. Keeps the program that it returns, if C++ may run the call.
+// The outputs of the op below autograd by Python. Keeps the program that it returns, or that it has made two calls (True
+// in place of a program), if C++ may run the call.
 inline Outputs run_in_python(const Given& given, const Call* call) {
   at::AutoGradMode off(false);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -280,9 +288,12 @@ inline Outputs run_in_python(const Given& given, const Call* call) {
   py::object function = given.is_of_aten ? given.op.in_place_of_aten : given.op.below;
   TORCH_CHECK(function, "fusednorm: enable_eager() must last until all calls have ended, got one after its end");
   py::tuple returned = function(*to_python(given));
-  if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<Program>>(returned[1]));
+  if (call && returned[1].ptr() == Py_True) call->remember_in_two();
+  else if (call && !returned[1].is_none()) call->remember(py::cast<std::shared_ptr<Program>>(returned[1]));
   return to_tensors(returned[0]);
 }
+
+inline Outputs run_in_two(const Given& given);
 
 // The outputs of the op below autograd, as a program has them. The caller says whether C++ may run the call.
 inline Outputs run(const Given& given, bool may_run_here) {
@@ -290,7 +301,19 @@ inline Outputs run(const Given& given, bool may_run_here) {
   Call call(given);
   Outputs outputs;
   if (C10_LIKELY(call.run(outputs))) return outputs;
+  if (call.is_in_two()) return run_in_two(given);
   return run_in_python(call.with_copies(given), &call);
+}
+
+// The same of an op that normalizes again, by those of both norms.
+inline Outputs run_in_two(const Given& given) {
+  const InTwo& in_two = *given.op.in_two;
+  Outputs outputs = run(given.part(in_two.first, {}), true);
+  Outputs of_next = run(given.part(in_two.next, outputs[0]), true);
+  outputs.resize(given.op.num_outputs);
+  for (size_t i = 0; i < of_next.size(); ++i)
+    if (in_two.outputs[i]) outputs[*in_two.outputs[i]] = of_next[i];
+  return outputs;
 }
 
 inline Outputs run_below(const Given& given) { return run(given, may_run_here(given.tensors)); }

@@ -29,7 +29,7 @@ bool needs_python(const Given& given) {
 Outputs run_above(const Given& given) {
   bool python = needs_python(given);
   if (!python && !is_recorded(given.differentiable())) return run(given, true);
-  if (!python && given.op.backward) {
+  if (!python && (given.op.backward || given.op.in_two)) {
     Outputs outputs = run(given, true);
     record(given, outputs, /*statistics_inside=*/false);
     return outputs;
@@ -115,7 +115,7 @@ PyObject* run_forward(optional<Given> given, const Parts& parts = {}, const std:
   if (!given) Py_RETURN_NONE;
   const Op& op = given->op;
   bool recorded = is_recorded(given->tensors);
-  if (recorded && !op.backward) Py_RETURN_NONE;
+  if (recorded && !op.backward && !op.in_two) Py_RETURN_NONE;
   Outputs outputs;
   {
     py::gil_scoped_release released;
@@ -393,6 +393,11 @@ PYBIND11_MODULE(_native, module) {
   }, py::kw_only(), py::arg("forward"), py::arg("backward"), py::arg("packed"), py::arg("saved"), py::arg("sources"),
      py::arg("gradients"), py::arg("passed"), py::arg("of_dx"), py::arg("settings"), py::arg("eps"),
      py::arg("copies") = std::vector<size_t>());
+  module.def("set_in_two", [](size_t op, const std::array<std::pair<size_t, std::vector<optional<size_t>>>, 3>& parts,
+                              std::vector<optional<size_t>> outputs) {
+    auto part = [&](size_t i) { return InTwo::Part{ops.at(parts[i].first), parts[i].second}; };
+    ops.at(op)->in_two = InTwo{part(0), part(1), part(2), std::move(outputs)};
+  }, py::kw_only(), py::arg("op"), py::arg("parts"), py::arg("outputs"));
   module.def("install", &install, py::arg("number"), py::arg("key"), py::kw_only(), py::arg("above"), py::arg("below"),
              py::arg("differentiable_backward"), py::arg("statistics_gradients"));
   module.def("start", [](size_t kept) { cache.most_kinds = kept; }, py::kw_only(), py::arg("kept_kinds"));

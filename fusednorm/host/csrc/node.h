@@ -321,10 +321,13 @@ struct NormBackward : torch::autograd::Node {
   c10::SmallVector<torch::autograd::SavedVariable, 5> saved;
 };
 
+inline void record_in_two(const Given& given, const Outputs& outputs, bool statistics_inside);
+
 // Records a forward with a NormBackward. With the statistics inside, they are not. The others of Parts, which are views,
 // lie behind the outputs.
 inline void record(const Given& given, const Outputs& outputs, bool statistics_inside, const Parts& parts = {}) {
   namespace autograd = torch::autograd;
+  if (given.op.in_two) return record_in_two(given, outputs, statistics_inside);
   auto* node = new NormBackward(given, statistics_inside, parts);
   Owner owner = own(node, 0);
   node->set_next_edges(autograd::collect_next_edges(c10::ArrayRef<const Tensor*>(given.tensors)));
@@ -337,6 +340,18 @@ inline void record(const Given& given, const Outputs& outputs, bool statistics_i
       view->set_creation_meta(autograd::CreationMeta::MULTI_OUTPUT_NODE);
   }
   node->save(given, outputs);
+}
+
+// Records a forward that normalizes again with a node for each norm. h is an output of the first one, and then of the
+// second, as if the next norm had changed it in place: its gradients meet in the backward of that norm.
+inline void record_in_two(const Given& given, const Outputs& outputs, bool statistics_inside) {
+  const InTwo& in_two = *given.op.in_two;
+  Given first = given.part(in_two.first, {});
+  if (is_recorded(first.tensors))
+    record(first, Outputs(outputs.begin(), outputs.begin() + in_two.first.op->num_outputs), statistics_inside);
+  Outputs of_next;
+  for (const auto& each : in_two.outputs) of_next.push_back(each ? outputs[*each] : Tensor());
+  record(given.part(in_two.recorded, outputs[0]), of_next, statistics_inside);
 }
 
 // The outputs of a forward whose first tensor is the whole.

@@ -59,6 +59,17 @@ struct Backward {
   size_t eps;                                  // among the settings of the forward
 };
 
+// The ops that a forward is which normalizes again: native._connect_in_two.
+struct InTwo {
+  struct Part {
+    const Op* op;
+    std::vector<optional<size_t>> tensors;  // the forward's that its own are; else x is h, and others are absent
+  };
+
+  Part first, next, recorded;  // autograd records the last one in place of `next`
+  std::vector<optional<size_t>> outputs;  // the forward's that those of `recorded` are; `next` has the first of these
+};
+
 struct Op {
   int64_t number;  // among all ops
   std::string name;
@@ -72,6 +83,7 @@ struct Op {
   // an Overrides is in force; and a backward that is itself differentiated, of (eps, *inputs).
   py::object above, below, in_place_of_aten, differentiable_backward, statistics_gradients;
   optional<Backward> backward;  // of a forward
+  optional<InTwo> in_two;       // of one that normalizes again, in place of a backward
   optional<Backward> packed;    // of one whose first two tensors are parts of one: that tensor takes the place of the first
 
   std::vector<Slot> tensors;  // of the inputs
@@ -218,6 +230,16 @@ struct Given {
         settings.push_back(!each.isNone() ? each.toInt() : slot.role == Role::INTEGER ? NO_INTEGER : NONE);
       }
     }
+  }
+
+  // That of a part of an op that normalizes again.
+  Given part(const InTwo::Part& part, const Tensor& h) const {
+    Given made(*part.op);
+    for (size_t i = 0; i < part.tensors.size(); ++i)
+      made.tensors.push_back(part.tensors[i] ? tensors[*part.tensors[i]] : i == part.op->x ? &h : &undefined());
+    made.shape = shape;
+    made.settings = settings;
+    return made;
   }
 
   const Tensor& x() const { return *tensors[op.x]; }
