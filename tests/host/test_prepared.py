@@ -19,7 +19,7 @@ from fusednorm import batch_invariant, force, ops, sm_margin
 from fusednorm.host import gpus, key, native, prepared, torch_compat
 from fusednorm.host.kernel_devices import kernels_on
 from fusednorm.host.program import MOST_ROWS, Map, OnTensors, Program
-from fusednorm.operands import BackwardOperands, ForwardOperands
+from fusednorm.operands import BackwardOperands, ForwardOperands, operands_of
 from fusednorm.planner import choice
 from fusednorm.planner.device import H200
 from fusednorm.planner.plan import VARIANTS, grid_of
@@ -630,3 +630,17 @@ def test_an_index_that_is_no_tensor_of_the_rows_gets_one_sentence():
     ):
         with pytest.raises(kind, match=text):
             ops.run(operands._replace(**changes))
+
+
+def test_a_call_that_normalizes_twice_in_two_launches_is_checked_once(launched, monkeypatch):
+    checked = []
+    monkeypatch.setattr(ops, "check", lambda operands: checked.append(operands.op) or check_forward(operands))
+    monkeypatch.setattr(ops, "runs_kernels", lambda x: True)
+    name = "rms_norm_fwd_plus_residual_norm"
+    for rows in (3, 5):
+        given = {each: torch.randn(rows, 32768, dtype=BF16) for each in ("x", "residual")}
+        ops.run(operands_of(name, (), given | {"normalized_shape": (32768,)}))
+    assert checked == [name, "rms_norm_fwd_plus_residual", "rms_norm_fwd_affine"] and len(launched) == 4
+    with force("multi_wave"):
+        ops.run(operands_of(name, (), given | {"normalized_shape": (32768,)}))
+    assert checked.count(name) == 2  # plans depend on it

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusednorm
@@ -88,6 +89,16 @@ def test_second_derivatives_flow_through_both_nodes(norm, gpu):
     exact = gradients((affine(h, next_weight, next_bias, EPS), h), doubles)
     for ours, right in zip(gradients(function(*given, EPS), given), exact, strict=True):
         torch.testing.assert_close(ours.double(), right, atol=1e-2, rtol=1e-3)
+
+
+def test_compiled_autograd_calls_both_nodes(gpu):
+    given = leaves(7, True)
+    y, h = fusednorm.layer_norm_add_layer_norm(*given, EPS)
+    expected = torch.autograd.grad((2 * y + 3 * h).sum(), given, retain_graph=True)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        (2 * y + 3 * h).sum().backward()
+    for each, want in zip(given, expected, strict=True):
+        torch.testing.assert_close(each.grad, want)
 
 
 def test_a_change_of_h_in_place_is_noticed(gpu):
