@@ -39,7 +39,6 @@ from .tables import GPUS
 UNLIKE_X = "traffic", "parameters", "rows", "tables"  # in which keys may differ that answer in place of one another
 FEWEST_PLANS = 4  # of a cell: fewer say little of the fastest
 
-
 Runs = Sequence[Cell]  # of one cell, the oldest first
 
 
@@ -87,10 +86,12 @@ def behind(cells: Iterable[Runs], gpu: str, own: bool) -> Iterator[Behind]:
             ranges = choice.decide(problem, device).ranges
         for runs in of_task:
             plan = choice.at(ranges, runs[0].rows)
-            splits = [([*runs[:at], *runs[at + 1 :]], [run]) for at, run in enumerate(runs)] if len(runs) > 1 else []
-            others = [share for split in splits if (share := _share(plan, *split)) is not None]
-            by_others = statistics.mean(others) if others else None
-            yield Behind(runs[-1]._replace(times=_means(runs)), plan, _share(plan, runs, runs), by_others)
+            share, by_others = _share(plan, runs, runs), None
+            if share is not None and len(runs) > 1:
+                by_others = statistics.mean(
+                    _share(plan, [*runs[:at], *runs[at + 1 :]], [runs[at]]) for at in range(len(runs))
+                )
+            yield Behind(runs[-1]._replace(times=_means(runs)), plan, share, by_others)
 
 
 def _means(runs: Runs) -> dict[str, float]:
