@@ -60,7 +60,8 @@ def _sandwich(
 ) -> tuple[Tensor, Tensor]:
     tensors = x, residual, weight, next_weight, bias, next_bias
     first, second, both = _ops(norm)
-    shape, is_one_op = functional.shape_of(x, weight, bias), _is_one_op(x, weight, next_weight, bias, next_bias)
+    shape, of_h = functional.shape_of(x, weight, bias), functional.shape_of(x, next_weight, next_bias)
+    is_one_op = _is_one_op(shape, of_h)
     if is_one_op:
         given = x, shape, residual, next_weight, next_bias, weight, bias, eps
         outputs = native.y_of(both, (*given, weight_offset, ROUNDINGS.get(rounding), None))
@@ -85,11 +86,9 @@ def _ops(norm: str) -> tuple[str, ...]:
     return *ops_in_two(norm), f"{norm}_norm_fwd_plus_residual_norm"
 
 
-def _is_one_op(x, weight, next_weight, bias, next_bias) -> bool:
+def _is_one_op(shape, of_h) -> bool:
     """Whether both norms are of the same dims. Dynamo's graphs have two ops, which Inductor knows."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return functional.shape_of(x, weight, bias) == functional.shape_of(x, next_weight, next_bias)
+    return not torch.compiler.is_dynamo_compiling() and shape == of_h
 
 
 class SandwichFunction(Function):
@@ -100,7 +99,7 @@ class SandwichFunction(Function):
     def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
         first, second, both = _ops(norm)
         shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
-        if _is_one_op(x, weight, next_weight, bias, next_bias):
+        if _is_one_op(shape, of_h):
             given = x, shape, residual, next_weight, next_bias, weight, bias, *settings
             outputs = autograd.outputs_of(both, given)
             half = len(outputs) // 2
