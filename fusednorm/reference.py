@@ -363,8 +363,9 @@ def _row_of(operands: Operands) -> Tensor:
 
 
 def statistics_of(operands: Operands, eps: float | None) -> tuple[Tensor | None, Tensor]:
-    """(mean, rstd) of the row that a backward's operands are of, as its forward returned them."""
-    groups = by_group(operands)
+    """(mean, rstd) of the row that a backward's operands are of, as its forward returned them. Their dtype says which
+    eps None is: the forward may have had a row of float64 beside x that its backward lacks."""
+    groups, eps = by_group(operands), resolve_eps(eps, operands.rstd.dtype)
     found = forward_formula(ForwardOperands(groups.norm, _row_of(groups), groups.normalized_shape, eps=eps))[1:3]
     return tuple(each if each is None else each.reshape(operands.rstd.shape) for each in found)
 

@@ -9,6 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.fx import Proxy
 
 from .. import autograd, functional
 from ..forms import ROUNDINGS
@@ -69,7 +70,8 @@ def _sandwich(
             h, y, *_ = outputs
             return y, h
     record = recorder(SandwichFunction, *tensors)
-    if record is None or any(a is b is not None for a, b in combinations(tensors, 2)):  # Dynamo takes none twice
+    # Dynamo takes no tensor twice, and torch.fx is to see the ops.
+    if record is None or any(isinstance(a, Proxy) or a is b is not None for a, b in combinations(tensors, 2)):
         last = eps, None, weight_offset, rounding
         if record is None and is_one_op:
             h, y, *_ = functional.of_form(both, x, (residual, next_weight, next_bias), weight, bias, *last)
@@ -87,8 +89,10 @@ def _ops(norm: str) -> tuple[str, ...]:
 
 
 def _is_one_op(shape, of_h) -> bool:
-    """Whether both norms are of the same dims. Dynamo's graphs have two ops, which Inductor knows."""
-    return not torch.compiler.is_dynamo_compiling() and shape == of_h
+    """Whether both norms are of the same dims, which shapes that torch.fx traces do not say. Dynamo's graphs have two
+    ops, which Inductor knows."""
+    traced = torch.compiler.is_dynamo_compiling() or isinstance(shape, Proxy) or isinstance(of_h, Proxy)
+    return not traced and shape == of_h
 
 
 class SandwichFunction(Function):

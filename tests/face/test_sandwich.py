@@ -143,3 +143,29 @@ def test_wrong_operands_are_refused_in_a_sentence():
         fusednorm.rms_norm_add_rms_norm(x, residual, weight, weight[:3])
     with pytest.raises(TypeError, match=f"{op}_norm: weight must be a tensor, got list$"):
         fusednorm.rms_norm_add_rms_norm(x, residual, [1.0] * 12)
+
+
+@norms
+@pytest.mark.parametrize("parameters", [0, 4])
+def test_torch_fx_records_the_ops(norm, parameters):
+    """A former bug: it could not compare the shapes of both norms."""
+    given = [each for each in leaves(FP32, parameters=parameters) if each is not None]
+
+    class Model(torch.nn.Module):
+        def forward(self, x, residual):
+            return FUNCTIONS[norm][0](x, residual, *given[2:], eps=1e-3)
+
+    model = Model()
+    traced = torch.fx.symbolic_trace(model)
+    assert all(map(torch.equal, traced(*given[:2]), model(*given[:2])))
+
+
+def test_second_derivatives_beside_float64_have_its_machine_epsilon():
+    """A former bug: they had that of x, which was all that a backward knew."""
+    x, residual, weight, next_weight, *_ = leaves(FP32, FP64, 2)
+    given = [(1e-4 * x).detach().requires_grad_(), residual, weight, next_weight]
+    eps = torch.finfo(FP64).eps
+    wide = [each.detach().double().requires_grad_() for each in given]
+    found = gradients(fusednorm.rms_norm_add_rms_norm(*given), given, create_graph=True)
+    exact = gradients(by_two_calls("rms", *wide, None, None, eps), wide, create_graph=True)
+    assert all(torch.allclose(ours.double(), right, rtol=1e-4) for ours, right in zip(found, exact, strict=True))
