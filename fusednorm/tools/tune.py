@@ -271,10 +271,11 @@ def widths_of(
     cells: Iterable[Cell], device: DeviceSpec, coefficients: Coefficients
 ) -> dict[table.Key, dict[int, table.Ranges]]:
     """For each width the plan of the fastest family, at the row counts that were measured and between them. A single
-    row count says nothing of others. Of a cell that was measured several times the mean times count, and the earlier
-    ones of other families, in proportion to the families that have both: two runs differ more than two allocations."""
+    row count says nothing of others. Of a cell that was measured several times, and of cells that share a line, the
+    mean times count, and the earlier ones of other families, in proportion to the families that have both: two runs
+    differ more than two allocations."""
     found: dict[table.Key, Widths] = defaultdict(lambda: defaultdict(dict))
-    runs: dict[tuple[Task, int], int] = Counter()
+    runs: dict[tuple[table.Key, int, int], int] = Counter()
     problems: dict[tuple[table.Key, int], NormProblem] = {}
     for cell in cells:
         problem = cell.task.wanted.problem
@@ -284,8 +285,8 @@ def widths_of(
         before = found[key][cell.task.cols].setdefault(cell.rows, {})
         both = at.keys() & before.keys()
         ratio = statistics.geometric_mean(at[each][0] / before[each][0] for each in both) if both else 1
-        runs[cell.task, cell.rows] += 1
-        share = 1 / runs[cell.task, cell.rows]
+        runs[key, cell.task.cols, cell.rows] += 1
+        share = 1 / runs[key, cell.task.cols, cell.rows]
         means = {each: (at[each][0] ** share * (before[each][0] * ratio) ** (1 - share), at[each][1]) for each in both}
         before |= {family: (us * ratio, plan) for family, (us, plan) in before.items()} | at | means
         problems[key, cell.task.cols] = problem

@@ -115,6 +115,16 @@ def test_of_several_runs_the_plan_of_the_least_mean_time_is_taken_in_any_order()
         assert ranges_of([*itertools.chain(*order)]) == ((math.inf, text_of(PLANS[1])),)
 
 
+def test_cells_that_share_a_line_count_as_much_as_runs_of_one():
+    """A former bug: the last one counted alone."""
+    cells = [
+        tune.Cell(TASK._replace(dtype=dtype), rows, times(*us), "")
+        for dtype, us in (("bf16", (8.5, 5.0)), ("fp16", (4.0, 5.0)))
+        for rows in (1024, 4096)
+    ]
+    assert ranges_of(cells) == ranges_of(cells[::-1]) == ((math.inf, text_of(PLANS[1])),)
+
+
 def test_a_record_is_read_back_as_the_same_cell():
     wide = cell(4, 2)._replace(task=TASK._replace(weights="fp32"), refused=("MultiWave(1,16384,1,4,1,255,0)",))
     modulated = cell(4, 2)._replace(task=TASK._replace(form="_modulated", modulations="fp32"))
