@@ -169,3 +169,12 @@ def test_second_derivatives_beside_float64_have_its_machine_epsilon():
     found = gradients(fusednorm.rms_norm_add_rms_norm(*given), given, create_graph=True)
     exact = gradients(by_two_calls("rms", *wide, None, None, eps), wide, create_graph=True)
     assert all(torch.allclose(ours.double(), right, rtol=1e-4) for ours, right in zip(found, exact, strict=True))
+
+
+@norms
+def test_statistics_of_h_have_the_dtype_that_h_has_by_y_dtype(norm):
+    """A former bug: fake tensors and kernels had float64, two calls had float32."""
+    x, residual = (each.detach() for each in leaves(parameters=0)[:2])
+    op = getattr(torch.ops.fusednorm, f"{norm}_norm_fwd_plus_residual_norm")
+    found, fakes = (op(x.to(on), [12], residual.to(on), eps=1e-3, y_dtype=FP32) for on in ("cpu", "meta"))
+    assert [each.dtype for each in found] == [each.dtype for each in fakes]
