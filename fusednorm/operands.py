@@ -455,7 +455,7 @@ def _apart(by: Translation, arguments: Sequence) -> list:
 
 
 def ops_in_two(norm: str) -> tuple[str, str]:
-    """The forwards of the norms that an op is which normalizes again: the first, and the next one."""
+    """The forwards that make up an op that normalizes again: of the first norm, and of the next one."""
     return f"{norm}_norm_fwd_plus_residual", f"{norm}_norm_fwd_affine"
 
 

@@ -181,7 +181,7 @@ def _connect(forward: Op, backward: Op, packed: bool) -> None:
 
 
 def _connect_in_two(op: Op) -> None:
-    """Tell C++ which ops one that normalizes again is, with places in place of names. Autograd records the next norm as
+    """Tell C++ which ops make up one that normalizes again, by places, not names. Autograd records the next norm as
     that of a sum of h and nothing, which replaces h: its backward adds the gradient of h. All have the same settings,
     but for some of the sum's, which its backward does not take."""
     of_sum = f"{op.norm}_norm_fwd_of_sum"

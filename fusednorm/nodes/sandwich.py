@@ -70,7 +70,7 @@ def _sandwich(
             h, y, *_ = outputs
             return y, h
     record = recorder(SandwichFunction, *tensors)
-    # Dynamo takes no tensor twice, and torch.fx is to see the ops.
+    # Dynamo's Functions take no tensor twice, and torch.fx must see the ops.
     if record is None or any(isinstance(a, Proxy) or a is b is not None for a, b in combinations(tensors, 2)):
         last = eps, None, weight_offset, rounding
         if record is None and is_one_op:

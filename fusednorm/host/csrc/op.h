@@ -59,15 +59,15 @@ struct Backward {
   size_t eps;                                  // among the settings of the forward
 };
 
-// The ops that a forward is which normalizes again: native._connect_in_two.
+// The ops that make up a forward that normalizes again: native._connect_in_two.
 struct InTwo {
   struct Part {
     const Op* op;
-    std::vector<optional<size_t>> tensors;  // the forward's that its own are; else x is h, and others are absent
+    std::vector<optional<size_t>> tensors;  // which of the forward's each is; without one, x is h and others are absent
   };
 
   Part first, next, recorded;  // autograd records the last one in place of `next`
-  std::vector<optional<size_t>> outputs;  // the forward's that those of `recorded` are; `next` has the first of these
+  std::vector<optional<size_t>> outputs;  // which of the forward's each of `recorded` is; `next` has the first of these
 };
 
 struct Op {
@@ -232,7 +232,7 @@ struct Given {
     }
   }
 
-  // That of a part of an op that normalizes again.
+  // The operands of a part of an op that normalizes again.
   Given part(const InTwo::Part& part, const Tensor& h) const {
     Given made(*part.op);
     for (size_t i = 0; i < part.tensors.size(); ++i)
