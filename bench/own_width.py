@@ -36,7 +36,7 @@ from .make_table import cell_of
 from .records import RESULTS, rows_of
 from .tables import GPUS
 
-UNLIKE_X = "traffic", "parameters", "rows", "tables"  # in which keys may differ that answer in place of one another
+UNLIKE_X = "traffic", "parameters", "rows", "tables", "again"  # keys that answer for one another differ in these
 FEWEST_PLANS = 4  # of a cell: fewer say little of the fastest
 
 Runs = Sequence[Cell]  # of one cell, the oldest first

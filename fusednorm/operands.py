@@ -96,6 +96,7 @@ class Output(NamedTuple):
     operand: str | None = None  # the backward's operand that it is, if that has another name
     is_of_dx: bool = False  # of a backward: whether it is made of dx, with what is added to dx
     is_dx: bool = False  # whether it is dx, but for its dtype
+    rows: str | None = None  # of a statistic: the output that it is of, if not the op's own rows
 
 
 class Op(NamedTuple):
@@ -260,11 +261,13 @@ FORM_OPS = tuple(
     for form, suffix, (x, *operands), settings, y, outputs, backward in FORMS
 )  # fmt: skip
 
-# A norm behind a layer and the next one: y is their sum, and next_y the norm of it. Derivatives are those of two ops.
-NEXT_WEIGHT, NEXT_BIAS = (each._replace(name=f"next_{each.name}") for each in (WEIGHT, BIAS))
-NEXT_Y_, NEXT_MEAN_, NEXT_RSTD_ = (
-    each._replace(name=f"next_{each.name}", gradient=None) for each in (LAST_Y_, MEAN_, RSTD_)
-)
+# A norm behind a layer and the next one: y is their sum, h, and next_y the norm of it. They are two ops' outputs, and
+# autograd records the second as the norm of a sum of h and nothing, whose backward adds the gradient of h.
+FIRST, FOLLOWING, RECORDED = "_plus_residual", "_affine", "_of_sum"
+NEXT = {name: f"next_{name}" for name in ("weight", "bias", "y", "mean", "rstd")}
+NEXT_WEIGHT, NEXT_BIAS = (each._replace(name=NEXT[each.name]) for each in (WEIGHT, BIAS))
+NEXT_Y_ = LAST_Y_._replace(name=NEXT["y"], gradient=None)
+NEXT_MEAN_, NEXT_RSTD_ = (each._replace(name=NEXT[each.name], rows="y") for each in (MEAN_, RSTD_))
 NEXT_Y_ = NEXT_Y_._replace(promoted_if_rounded=("weight", "bias", "next_weight", "next_bias"))
 AGAIN_OPS = tuple(
     Op(
@@ -454,16 +457,17 @@ def _apart(by: Translation, arguments: Sequence) -> list:
     return found
 
 
-def ops_in_two(norm: str) -> tuple[str, str]:
-    """The forwards that make up an op that normalizes again: of the first norm, and of the next one."""
-    return f"{norm}_norm_fwd_plus_residual", f"{norm}_norm_fwd_affine"
+def ops_in_two(norm: str) -> list[str]:
+    """The forwards that make up an op that normalizes again: of the first norm, of the next one, and what autograd
+    records of that."""
+    return [f"{norm}_norm_{WAYS[FORWARD]}{suffix}" for suffix in (FIRST, FOLLOWING, RECORDED)]
 
 
 def in_two(operands: Operands, run: Callable[[Operands], Outputs]) -> Outputs:
     """The outputs of an op that normalizes again, by that of the first norm and that of the next one."""
-    first, following = ops_in_two(operands.norm)
+    first, following, _ = ops_in_two(operands.norm)
     h, *statistics = run(_with_names_of(first, operands))
-    next_parameters = {"weight": operands.next_weight, "bias": operands.next_bias}
+    next_parameters = {each: getattr(operands, NEXT[each]) for each in ("weight", "bias")}
     y, *of_h = run(_with_names_of(following, operands, x=h, **next_parameters))
     return h, *statistics, y, *of_h[OWN_OUTPUTS + 1 - len(operands.outputs) :]
 

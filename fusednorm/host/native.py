@@ -18,6 +18,7 @@ from ..namespace import NAMESPACE
 from ..operands import (
     AGAIN_OPS,
     FORWARD,
+    NEXT,
     OPS,
     OWN_OUTPUTS,
     TRANSLATIONS,
@@ -181,16 +182,14 @@ def _connect(forward: Op, backward: Op, packed: bool) -> None:
 
 
 def _connect_in_two(op: Op) -> None:
-    """Tell C++ which ops make up one that normalizes again, by places, not names. Autograd records the next norm as
-    that of a sum of h and nothing, which replaces h: its backward adds the gradient of h. All have the same settings,
-    but for some of the sum's, which its backward does not take."""
-    of_sum = f"{op.norm}_norm_fwd_of_sum"
+    """Tell C++ which ops make up one that normalizes again, by places, not names. All have the same settings, but for
+    some of what autograd records, which its backward does not take."""
+    first, following, recorded = ops_in_two(op.norm)
     tensors = _tensors(op)
-    outputs, of_next = ([each.name for each in TRANSLATIONS[name].type.outputs] for name in (op.name, of_sum))
-    names = {"new_residual": "y"} | {name: f"next_{name}" for name in ("y", "mean", "rstd", "weight", "bias")}
-    first, following = ops_in_two(op.norm)
+    outputs, of_next = ([each.name for each in TRANSLATIONS[name].type.outputs] for name in (op.name, recorded))
+    names = {"new_residual": "y"} | NEXT
     parts = [(first, _tensors(OPS[first]))]
-    parts += [(name, [names.get(each) for each in _tensors(OPS[name])]) for name in (following, of_sum)]
+    parts += [(name, [names.get(each) for each in _tensors(OPS[name])]) for name in (following, recorded)]
     extension.set_in_two(
         op=_numbers[op.name],
         parts=[

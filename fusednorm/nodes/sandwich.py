@@ -15,7 +15,10 @@ from .. import autograd, functional
 from ..forms import ROUNDINGS
 from ..host import native
 from ..host.torch_compat import recorder
-from ..operands import ops_in_two
+from ..operands import AGAIN_OPS, ops_in_two
+
+# Of each norm: the first norm's forward, the next one's, and that of both.
+FORWARDS = {op.norm: (*ops_in_two(op.norm)[:2], op.name) for op in AGAIN_OPS}
 
 
 def layer_norm_add_layer_norm(
@@ -60,7 +63,7 @@ def _sandwich(
     norm, x, residual, weight, next_weight, bias, next_bias, eps, weight_offset, rounding
 ) -> tuple[Tensor, Tensor]:
     tensors = x, residual, weight, next_weight, bias, next_bias
-    first, second, both = _ops(norm)
+    first, second, both = FORWARDS[norm]
     shape, of_h = functional.shape_of(x, weight, bias), functional.shape_of(x, next_weight, next_bias)
     is_one_op = _is_one_op(shape, of_h)
     if is_one_op:
@@ -83,11 +86,6 @@ def _sandwich(
     return record(norm, settings, *tensors)
 
 
-def _ops(norm: str) -> tuple[str, ...]:
-    """The forwards of the first norm, of the next one, and of both."""
-    return *ops_in_two(norm), f"{norm}_norm_fwd_plus_residual_norm"
-
-
 def _is_one_op(shape, of_h) -> bool:
     """Whether both norms are of the same dims, which shapes that torch.fx traces do not say. Dynamo's graphs have two
     ops, which Inductor knows."""
@@ -101,7 +99,7 @@ class SandwichFunction(Function):
 
     @staticmethod
     def forward(ctx, norm, settings, x, residual, weight, next_weight, bias, next_bias):
-        first, second, both = _ops(norm)
+        first, second, both = FORWARDS[norm]
         shape, of_h = (functional.shape_of(x, *each) for each in ((weight, bias), (next_weight, next_bias)))
         if _is_one_op(shape, of_h):
             given = x, shape, residual, next_weight, next_bias, weight, bias, *settings

@@ -14,8 +14,9 @@ from ..operands import OWN_OUTPUTS, Derivative, Operands, Output, Role
 
 def output_dtype(operands: Operands, output: Output) -> torch.dtype:
     if output.role is Role.STATISTIC:
-        if output.name.startswith("next_"):  # of y
-            return accumulation_dtype(output_dtype(operands, operands.outputs[0]))
+        if output.rows:
+            (of,) = [each for each in operands.outputs if each.name == output.rows]
+            return accumulation_dtype(output_dtype(operands, of))
         return accumulation_dtype(*[each.dtype for each in operands.rows])
     asked = output.dtype and getattr(operands, output.dtype)
     if asked:

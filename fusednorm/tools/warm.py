@@ -26,11 +26,14 @@ from ..host import fallback, gpus
 from ..host.program import Program
 from ..host.question import Question
 from ..operands import (
+    FIRST,
+    FOLLOWING,
     FORM_NAMES,
     FORWARD,
     NORMS,
     OPS,
     OWN_OUTPUTS,
+    RECORDED,
     WAYS,
     Op,
     Operands,
@@ -116,8 +119,8 @@ class Wanted(NamedTuple):
         """Of a form that normalizes again, calls of one norm each: backwards always are, and forwards without a plan.
         The last one's backward is of h, as that of a sum is of the sum."""
         h, is_forward = ops.fake(self._forward())[0].dtype, self.direction == FORWARD
-        last = self._replace(form="_affine" if is_forward else "_of_sum", dtype=h, residual_dtype=h)
-        return [self._replace(form="_plus_residual"), last][:: 1 if is_forward else -1]
+        last = self._replace(form=FOLLOWING if is_forward else RECORDED, dtype=h, residual_dtype=h)
+        return [self._replace(form=FIRST), last][:: 1 if is_forward else -1]
 
     @property
     def problem(self) -> NormProblem:
